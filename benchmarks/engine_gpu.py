@@ -193,7 +193,8 @@ def main() -> None:
             step = build(config, micro_batch, precision)
             seconds, warm, last = measured(step, arguments.steps)
             rate = micro_batch * LENGTH / seconds
-            mfu = measure_mfu(rate, config, LENGTH, precision=precision, gpu=gpu_by_device_name(name), device_name=name)
+            known = gpu_by_device_name(name)
+            mfu = measure_mfu(rate, config, LENGTH, precision=precision, gpu=known, device_name=name, engine="torch")
             memory = torch.cuda.max_memory_allocated() / 2**30
             loss = last.read().loss if hasattr(last, "read") else float(last)  # pyrefly: ignore
             rows.append(

@@ -7,13 +7,12 @@ import torch
 
 from support.models.one_process import token_rows
 from support.models.tiny_models import VARIANTS, tiny_config
-from support.runs.small_generators import CPU, fresh_chunk
+from support.runs.small_generators import fresh_chunk
 from trainshed.models.cached_decoder import (
     CachedDecoder,
     SequenceSpan,
     per_sequence_attention,
     put_gates_first,
-    supports_varlen_flash,
 )
 from trainshed.models.decoder import DecoderStage
 from trainshed.recipe import ModelConfig
@@ -103,9 +102,3 @@ def test_tokens_apart_get_what_they_get_together() -> None:
         together = decoder.hidden(tokens, at, torch.arange(4), per_sequence_attention(spans, None))
         apart = decoder.hidden(tokens, at, torch.arange(4), per_sequence_attention(spans, None), one_by_one=2)
     torch.testing.assert_close(apart[:2], together[:2], rtol=0, atol=1e-5)
-
-
-def test_flash_attention_is_for_gpus_in_half_precision() -> None:
-    assert not supports_varlen_flash(64, torch.bfloat16, CPU)
-    assert not supports_varlen_flash(64, torch.float32, torch.device("cuda"))
-    assert not supports_varlen_flash(20, torch.bfloat16, torch.device("cuda"))

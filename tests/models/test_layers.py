@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from support.models.one_process import one_process_model, token_rows
 from support.models.tiny_models import tiny_config
+from trainshed.models.decoder import Regularization
 from trainshed.models.layers import CounterDropout, Linear, Norm, apply_activation
+from trainshed.recipe.train import TrainSection
 
 CONFIG = tiny_config("llama", norm_eps=0.1)
 HIDDEN = CONFIG.hidden
@@ -101,3 +104,21 @@ def test_compiled_dropout_drops_the_same_and_all_layers_share_its_code() -> None
         found, expected = (torch.autograd.grad(each.sum(), x)[0] for each in (captured, eager))
         assert torch.equal(found, expected)
     assert compiler.frame_count == 1
+
+
+def test_dropout_is_of_the_residual_stream_and_its_text_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention weights are never dropped by our own engine; what other engines drop is said in the same text."""
+    given: list[dict[str, object]] = []
+    attend = F.scaled_dot_product_attention
+
+    def watch(*arguments: torch.Tensor, **options: object) -> torch.Tensor:
+        given.append(options)
+        return attend(*arguments, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+    model = one_process_model(CONFIG, length=8, regularization=Regularization(dropout=0.5))
+    model.stages[0](token_rows(CONFIG, 1, 8), None, torch.tensor([0]))
+    assert given
+    assert not any("dropout_p" in options for options in given)
+    text = TrainSection.model_fields["dropout"].description
+    assert text == "Dropout of the residual stream (Megatron and NeMo: of attention too)"

@@ -50,6 +50,24 @@ def test_an_fp8_run_shows_the_bf16_figure_too_even_above_one() -> None:
     assert found.mfu_of_bf16_peak == pytest.approx(1200 / 989.4)
 
 
+def test_experts_that_multiply_in_bf16_are_held_against_the_bf16_peak() -> None:
+    config = model_preset("mixtral-8x7b")
+    flops = token_flops(config, LENGTH)
+    experts = 3 * 2 * config.layers * 2 * 3 * config.hidden * config.moe.ffn  # type: ignore[union-attr]
+    assert 3 * flops.experts == experts
+    share = experts / training_flops_per_token(config, LENGTH)
+    # At this speed both parts run at their peaks.
+    seconds = 3 * flops.forward * ((1 - share) / 1978.9e12 + share / 989.4e12)
+    found = measure_mfu(1 / seconds, config, LENGTH, precision="fp8", gpu=H200, engine="torch")
+    assert found.mfu == pytest.approx(1.0)
+    assert found.peak_dtype == f"fp8, experts ({share:.0%} of the FLOPs) bf16"
+    assert 0.7 < share < 0.9
+    half = measure_mfu(0.5 / seconds, config, LENGTH, precision="fp8", gpu=H200, engine="megatron")
+    assert (half.peak_dtype, half.peak_tflops) == ("fp8", 1978.9), "its experts are in fp8"
+    wide = measure_mfu(0.5 / seconds, config, LENGTH, precision="bf16", gpu=H200, engine="torch")
+    assert (wide.peak_dtype, wide.peak_tflops) == ("bf16", 989.4)
+
+
 def test_an_unknown_gpu_has_no_mfu_and_says_why() -> None:
     found = measure_mfu(1000.0, CONFIG, LENGTH, precision="bf16", gpu=None, device_name="NVIDIA H900")
     assert (found.mfu, found.mfu_full_attention, found.peak_tflops, found.source) == (None, None, None, None)

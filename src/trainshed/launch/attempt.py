@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,36 @@ def rank_command(run_folder: Path, attempt: int, arguments: Sequence[str] = ()) 
     return worker_command("train", "--run", str(run_folder), "--attempt", str(attempt), *arguments)
 
 
-def machine_environment(precision: str) -> dict[str, str]:
-    """Return the variables that ranks on this machine need besides `rank_environment`."""
+def machine_environment(precision: str, written: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that ranks on this machine need besides `rank_environment`.
+
+    What is in the environment, or `written` for the ranks, is left as it is.
+    """
+    known = {**os.environ, **(written or {})}
     variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    if precision == "bf16" and "ONEDNN_MAX_CPU_ISA" not in os.environ and _amx_is_forbidden():
+    if precision == "bf16" and "ONEDNN_MAX_CPU_ISA" not in known and _amx_is_forbidden():
         variables |= WITHOUT_AMX
-    return {name: value for name, value in variables.items() if name not in os.environ}
+    if has_gpu_driver() and not any(name in known for name in _ALLOCATOR_VARIABLES):
+        variables[_allocator_variable()] = "expandable_segments:True"
+    return {name: value for name, value in variables.items() if name not in known}
+
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_GPU_DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+
+
+def has_gpu_driver() -> bool:
+    """Whether this machine has the driver of NVIDIA or AMD; asked without PyTorch, which takes seconds to load."""
+    return any(path.exists() for path in _GPU_DRIVER_FILES)
+
+
+def _allocator_variable() -> str:
+    """Return the variable that PyTorch's allocator of GPU memory reads: since 2.9 it is not CUDA's alone."""
+    try:
+        major, minor = (int(part) for part in version("torch").split(".")[:2])
+    except PackageNotFoundError:  # it is in another environment, which the ranks load
+        return _ALLOCATOR_VARIABLES[0]
+    return _ALLOCATOR_VARIABLES[0] if (major, minor) >= (2, 9) else _ALLOCATOR_VARIABLES[1]
 
 
 def _amx_is_forbidden() -> bool:

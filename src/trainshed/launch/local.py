@@ -109,8 +109,8 @@ def train_locally(
             ranks=layout.world_size,
             logs=logs_folder(run_folder, attempt),
             environment={
+                **machine_environment(precision, environment),
                 **(environment or {}),
-                **machine_environment(precision),
                 RUN_FOLDER_VARIABLE: str(run_folder.absolute()),
             },
             grace_seconds=grace_seconds,

@@ -124,7 +124,7 @@ def causal_attention(
     windowed = window is not None and window < keys
     if document_mask is not None:
         return _masked_attention(query, key, value, document_mask)
-    if (windowed or keys > queries) and _flash_supports(query):
+    if (windowed or keys > queries) and supports_flash(query.shape[-1], query.dtype, query.device):
         return _flash_attention(query, key, value, window if windowed else None)
     mask = None
     if keys != queries or windowed:
@@ -154,8 +154,19 @@ def _masked_attention(
     return out.permute(2, 0, 1, 3)
 
 
-def _flash_supports(query: torch.Tensor) -> bool:
-    return query.is_cuda and query.dtype == torch.bfloat16 and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+def supports_flash(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether PyTorch's flash attention takes such heads with a window, or with fewer queries than keys.
+
+    Also for decoding with a cache. A ROCm device has the same type, but its kernels read windows in another way
+    (pytorch/pytorch#173469), so it attends under a mask.
+    """
+    return (
+        device.type == "cuda"
+        and torch.version.cuda is not None
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
+    )
 
 
 def _flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> torch.Tensor:

@@ -135,17 +135,6 @@ class VarlenMetadata:
     max_key_length: int
 
 
-def supports_varlen_flash(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether PyTorch's flash attention takes sequences of different lengths here."""
-    return (
-        device.type == "cuda"
-        and torch.version.cuda is not None
-        and dtype in (torch.bfloat16, torch.float16)
-        and head_dim % 8 == 0
-        and head_dim <= 256
-    )
-
-
 def varlen_flash_attention(metadata: VarlenMetadata, window: int | None) -> AttentionFunction:
     """Attend with one kernel, which reads the spans on the device, so that a CUDA graph can replay it."""
     # A single new token attends to everything before it, without a mask. Only without mask and window does the kernel

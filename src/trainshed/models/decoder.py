@@ -8,7 +8,7 @@ Shapes: L whole sequence, S tokens of this context-parallel rank, s = S / tp, B 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,6 +81,8 @@ _SAVED_OPS = (
     _aten.addmm.default,
     _aten.bmm.default,
     _aten._grouped_mm.default,
+    _aten._scaled_mm.default,
+    _aten._flash_attention_forward.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
@@ -198,6 +200,12 @@ class Embedding(nn.Module):
         ids = ids.contiguous()
         vectors = F.embedding(ids, self.weight)
         return vectors if self.added is None or not self.added.enabled else self.added.put_into(vectors, ids)
+
+    def with_rows(
+        self, function: Callable[[Embedding, torch.Tensor], torch.Tensor], hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """Return function(this table, hidden). Under FSDP the rows are gathered for the time of the call."""
+        return function(self, hidden)
 
     def matrix(self) -> torch.Tensor:
         """Return all rows of this rank as they are used."""
@@ -321,35 +329,50 @@ class DecoderStage(nn.Module):
         hidden = all_gather(self.norm(x), self.axes.tp)
         if labels is None:
             return hidden
+        return self._head.with_rows(
+            partial(self._loss_terms, labels=labels, document_starts=document_starts, reference_logps=reference_logps),
+            hidden,
+        )
+
+    def _loss_terms(
+        self,
+        head: Embedding,
+        hidden: torch.Tensor,
+        *,
+        labels: torch.Tensor,
+        document_starts: torch.Tensor | None,
+        reference_logps: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the `output_terms` of hidden states [S, B, H]; a reference model returns log-probabilities."""
         if (preference := self.regularization.preference) is not None:
             assert document_starts is not None, "pairs are documents"
-            return self._compare_pairs(preference, hidden, labels, document_starts, reference_logps)
+            return self._compare_pairs(preference, head, hidden, labels, document_starts, reference_logps)
         if (rule := self.regularization.token_loss) is not None:
             return torch.stack(
                 linear_token_loss(
                     hidden.flatten(0, 1),
-                    self._head.weight,
+                    head.weight,
                     labels.t().flatten(),
                     self.normalization.tokens,
                     rule,
                     group=self.axes.tp,
                     vocab_start=self.vocab_start,
                     vocab_size=self.config.vocab_size,
-                    trained_rows=self._head.trained_rows(),
-                    trained_start=self._head.trained_start,
+                    trained_rows=head.trained_rows(),
+                    trained_start=head.trained_start,
                 )
             )
         loss, z = linear_cross_entropy(
             hidden.flatten(0, 1),
-            self._head.weight,
+            head.weight,
             labels.t().flatten(),
             self.normalization.tokens,
             z_loss=self.regularization.z_loss,
             group=self.axes.tp,
             vocab_start=self.vocab_start,
             vocab_size=self.config.vocab_size,
-            trained_rows=self._head.trained_rows(),
-            trained_start=self._head.trained_start,
+            trained_rows=head.trained_rows(),
+            trained_start=head.trained_start,
         )
         return torch.stack([loss, z])
 
@@ -377,6 +400,7 @@ class DecoderStage(nn.Module):
     def _compare_pairs(
         self,
         rule: PreferenceRule,
+        head: Embedding,
         hidden: torch.Tensor,
         labels: torch.Tensor,
         document_starts: torch.Tensor,
@@ -384,7 +408,6 @@ class DecoderStage(nn.Module):
     ) -> torch.Tensor:
         """Return the `output_terms`; without the reference's log-probabilities, those of this model [B, slots]."""
         documents = packed_documents(document_starts, self.columns, self.axes.cp)
-        head = self._head
         vocabulary = VocabularyShard(self.config.vocab_size, self.axes.tp, self.vocab_start, head.trained_start)
         states, rows, labels = hidden.flatten(0, 1), head.trained_rows(), labels.t().flatten()
         if reference_logps is None:
@@ -399,7 +422,7 @@ class DecoderStage(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of this rank's part of the vocabulary for hidden states [S, B, H]: [S, B, V]."""
-        return hidden @ self._head.matrix().to(hidden.dtype).t()
+        return self._head.with_rows(lambda head, states: states @ head.matrix().to(states.dtype).t(), hidden)
 
     @property
     def _head(self) -> Embedding:

@@ -343,6 +343,7 @@ def _mfu(steps: Sequence[dict[str, Any]], per_gpu: float | None, facts: Training
         device_name=facts.device,
         lora=facts.lora,
         reference=facts.reference,
+        engine=facts.engine,
     )
     if facts.documents_apart and measured.mfu is not None:
         return _logged_mfu(steps, measured)

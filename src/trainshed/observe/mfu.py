@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from trainshed.catalog import Gpu
 from trainshed.errors import TrainshedError
-from trainshed.plan.flops import training_flops_per_token
+from trainshed.plan.flops import WIDE_EXPERT_ENGINES, mixed_peak, token_flops, training_flops_per_token
 from trainshed.recipe import Lora, ModelConfig
 
 FORMULA = (
-    "MFU = tokens/s/GPU · FLOPs per token / dense peak of the products' dtype; FLOPs per token = 3 · forward, 2 per "
-    "weight a token meets + attention over the keys it may see (full attention: all keys); recomputation not counted; "
+    "MFU = tokens/s/GPU · FLOPs per token / dense peak of the products' dtype (experts that stay in bf16 beside fp8: "
+    "the peak of both, by the time that each would take); FLOPs per token = 3 · forward, 2 per weight a token meets + "
+    "attention over the keys it may see (full attention: all keys); recomputation not counted; "
     "frozen weights 2 · forward, as they have no gradient; a reference (DPO) 1 · forward"
 )
 
@@ -54,12 +55,15 @@ def measure_mfu(
     lora: Lora | None = None,
     document_length: float | None = None,
     reference: bool = False,
+    engine: str | None = None,
 ) -> Mfu:
     """Return the utilisation of a training: of all weights, or of adapters (`lora`).
 
     `precision` is the dtype of the products' inputs: a `train.precision`, or `tf32` if fp32 inputs may be rounded.
     `gpu` is None if the device is not in the catalog. `document_length` is the length of the document that an average
-    token is in, where documents are kept apart; `reference` says that one runs forward besides (DPO).
+    token is in, where documents are kept apart; `reference` says that one runs forward besides (DPO). `engine` is None
+    where it is not known; in some, experts multiply in bf16 while other products are in fp8, and the peak is that of
+    both (`mixed_peak`).
     """
     per_token, per_token_full = (
         training_flops_per_token(
@@ -73,15 +77,22 @@ def measure_mfu(
     peak = gpu.dense_tflops.peak(precision) if gpu is not None else None
     if gpu is None or peak is None:
         return Mfu(model_tflops, model_tflops_full, unknown=_why_unknown(gpu, precision, device_name))
+    narrow = precision in ("fp8", "fp4")
+    dtype, wide_share = precision, 0.0
+    if narrow and engine in WIDE_EXPERT_ENGINES:
+        flops = token_flops(config, sequence_length, document_length=document_length, lora=lora)
+        wide_share = flops.expert_share(reference=reference)
+    if wide_share:
+        peak = mixed_peak(peak, gpu.dense_tflops.half, wide_share)
+        dtype = f"{precision}, experts ({wide_share:.0%} of the FLOPs) bf16"
     mfu = model_tflops / peak
     if mfu > 1:
         raise TrainshedError(
-            f"an MFU of {mfu:.0%} is not possible: {model_tflops:.1f} TFLOP/s of a {precision} peak of {peak:g}",
+            f"an MFU of {mfu:.0%} is not possible: {model_tflops:.1f} TFLOP/s of a {dtype} peak of {peak:g}",
             where=device_name,
             hint=f"one of its figures is wrong: {tokens_per_second_per_gpu:g} tokens/s/GPU, {per_token:.4g} FLOPs per "
             f"token at sequence length {sequence_length}, or the peak ({gpu.source})",
         )
-    narrow = precision in ("fp8", "fp4")
     return Mfu(
         model_tflops,
         model_tflops_full,
@@ -89,7 +100,7 @@ def measure_mfu(
         mfu_full_attention=mfu * per_token_full / per_token,
         mfu_of_bf16_peak=model_tflops / gpu.dense_tflops.half if narrow else None,
         peak_tflops=peak,
-        peak_dtype=precision,
+        peak_dtype=dtype,
         source=gpu.source,
     )
 

@@ -20,6 +20,8 @@ from trainshed.recipe import Lora, ModelConfig
 TRAINING_PER_FORWARD = 3
 FROZEN_PER_FORWARD = 2
 """The same for a weight without a gradient."""
+WIDE_EXPERT_ENGINES = frozenset({"torch"})
+"""Engines whose experts multiply in bf16 where all other projections multiply in fp8."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class TokenFlops:
     """Queries times keys, and attention weights times values."""
     feed_forward: int
     """Dense MLPs; with experts, those that a token is routed to and the shared one."""
+    experts: int
+    """The part of `feed_forward` in experts that a token is routed to."""
     router: int
     head: int
     """The logits, whether tied to the embedding or not."""
@@ -58,6 +62,24 @@ class TokenFlops:
         """Forward and backward."""
         return training_flops(self.matmul, self.attention, self.adapters)
 
+    def expert_share(self, *, reference: bool = False) -> float:
+        """Return the share of a training's FLOPs in experts that tokens are routed to."""
+        return expert_share(self.experts, self.matmul, self.attention, self.adapters, reference=reference)
+
+
+def expert_share(
+    experts: float, matmul: float, attention: float, adapters: float | None, *, reference: bool = False
+) -> float:
+    """Return the share of a training's FLOPs in experts, from the forward FLOPs; `experts` are part of `matmul`."""
+    per_forward = TRAINING_PER_FORWARD if adapters is None else FROZEN_PER_FORWARD
+    everything = training_flops(matmul, attention, adapters) + (matmul + attention if reference else 0.0)
+    return (per_forward + reference) * experts / everything
+
+
+def mixed_peak(narrow_peak: float, wide_peak: float, wide_share: float) -> float:
+    """Return the peak of work that is done in two dtypes: its FLOPs divided by the least time that both parts take."""
+    return 1.0 / ((1.0 - wide_share) / narrow_peak + wide_share / wide_peak)
+
 
 def training_flops(matmul: float, attention: float, adapters: float | None) -> float:
     """Return forward and backward, from the forward FLOPs; `adapters` is None where all weights are trained."""
@@ -76,6 +98,7 @@ def token_flops(
 ) -> TokenFlops:
     """Count the FLOPs of one token, on average over a sequence; `document_length` is that of `attended_length`."""
     parts = {"attention": 0, "router": 0, "mlp": 0}
+    experts = 0
     for parameter in layer_parameters(config, 0):
         if len(parameter.shape) == 1:
             continue
@@ -83,12 +106,14 @@ def token_flops(
         if parameter.expert:
             assert config.moe is not None, "only experts have expert tensors"
             used = parameter.size // config.moe.experts * config.moe.top_k
+            experts += 2 * used * config.layers
         block, part = parameter.name.split(".")[2:4]
         parts["router" if part == "router" else block] += 2 * used * config.layers
     return TokenFlops(
         projections=parts["attention"],
         attention=attention_flops(config, attended_length(sequence_length, document_length), causal=causal),
         feed_forward=parts["mlp"],
+        experts=experts,
         router=parts["router"],
         head=2 * config.hidden * config.vocab_size,
         adapters=None if lora is None else adapter_flops(config, lora),

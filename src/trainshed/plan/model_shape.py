@@ -244,6 +244,13 @@ class ModelShape:
             total += 2 * self.expert_layers * (active + self.experts.count * self.hidden)
         return total * self._mtp_share
 
+    @cached_property
+    def expert_flops(self) -> float:
+        """The part of `matmul_flops` in experts that a token is routed to."""
+        if self.experts is None:
+            return 0.0
+        return 2.0 * self.expert_layers * self.experts.top_k * _count_elements(self.expert_matrices) * self._mtp_share
+
     def attention_flops(self, sequence_length: float, *, causal: bool = True) -> float:
         """Return the forward FLOPs of one token in attention itself, on average over a sequence."""
         per_key, total = 2 * self.heads * (self.head_dim + self.value_dim), 0.0

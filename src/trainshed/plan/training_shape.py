@@ -9,7 +9,7 @@ from functools import cached_property
 from trainshed.catalog.fabrics import fabric
 from trainshed.catalog.gpus import Gpu, find_gpu
 from trainshed.catalog.machines import Machine, machine_of_gpu
-from trainshed.plan.flops import attended_length, training_flops
+from trainshed.plan.flops import WIDE_EXPERT_ENGINES, attended_length, expert_share, training_flops
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.lora_shape import LoraShape
 from trainshed.plan.model_shape import ModelShape
@@ -125,6 +125,18 @@ class TrainingShape:
         matmul, attention = self.model.matmul_flops, self.model.attention_flops(self.attended_length)
         adapters = None if self.lora is None else self.lora.token_flops(self.model)
         return training_flops(matmul, attention, adapters) + (matmul + attention if self.preference else 0.0)
+
+    @property
+    def wide_experts(self) -> bool:
+        """Whether experts multiply in 16 bits whatever the precision is."""
+        return self.constants.name in WIDE_EXPERT_ENGINES
+
+    @cached_property
+    def expert_share(self) -> float:
+        """The share of `flops_per_token` in experts that tokens are routed to."""
+        matmul, attention = self.model.matmul_flops, self.model.attention_flops(self.attended_length)
+        adapters = None if self.lora is None else self.lora.token_flops(self.model)
+        return expert_share(self.model.expert_flops, matmul, attention, adapters, reference=self.preference)
 
     @property
     def tokens_per_step(self) -> int:

@@ -67,7 +67,7 @@ class Layout(Section):
     shard: Shard = Field(
         "zero1",
         description="What dp ranks share out: nothing, optimiser states, gradients too, weights too; "
-        "in a pipeline (pp above 1) of the engine torch the first two alone",
+        "with `schedule: zero_bubble` of the engine torch the first two alone",
     )
     micro_batch: PositiveInt = Field(1, description="Sequences per forward pass on one rank")
     recompute: Recompute = Field("none", description="Activations computed again in backward")

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
+from trainshed.models.attention import supports_flash
 from trainshed.models.cached_decoder import (
     AttentionFunction,
     CachedDecoder,
     SequenceSpan,
     VarlenMetadata,
     per_sequence_attention,
-    supports_varlen_flash,
     varlen_flash_attention,
 )
 from trainshed.models.decoder import DecoderStage
@@ -61,7 +61,7 @@ class ModelRunner:
         self._cached_decoder = CachedDecoder(decoder, limits.cache_tokens + 1)
         self.prefill_chunk_tokens = PREFILL_CHUNK_TOKENS.get(self.device.type, PREFILL_CHUNK_TOKENS["cpu"])
         self.on_gpu = self.device.type == "cuda"
-        self._flash = supports_varlen_flash(self.config.head_dim, decoder.spec.dtype, self.device)
+        self._flash = supports_flash(self.config.head_dim, decoder.spec.dtype, self.device)
         self._graphs: dict[tuple[int, bool], _DecodeGraph] = {}
         # Experts in another dtype than bfloat16 copy their token counts to the host.
         self.uses_graphs = (

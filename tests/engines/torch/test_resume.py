@@ -72,6 +72,7 @@ JOURNEYS = {
         "dp=2,micro_batch=2",
         "tp=2,pp=2,micro_batch=4",
         "dp=4,shard=zero2,micro_batch=2",
+        "pp=2,dp=2,shard=full,micro_batch=2",
         ALONE,
     ],
     "moe": [

@@ -82,12 +82,15 @@ def test_answers_are_the_likeliest_tokens_of_the_weights_at_that_step(
         ("dense", "pp=2,micro_batch=2", False),
         ("dense", "cp=2,micro_batch=4", False),
         ("dense", "dp=2,shard=full,micro_batch=2", True),
+        # Ranks without a prompt: the head is gathered on all of them.
+        ("dense", "dp=4,shard=full,micro_batch=2", False),
         ("dense", ALONE, True),
         ("moe", "dp=2,ep=2,micro_batch=4", False),
         pytest.param("dense", "cp=2,tp=2,micro_batch=4", True, marks=pytest.mark.full),
         pytest.param("tied", "pp=2,dp=2,micro_batch=2", True, marks=pytest.mark.full),
         pytest.param("tied", "tp=2,pp=2,micro_batch=4", False, marks=pytest.mark.full),
         pytest.param("dense", "dp=4,shard=zero2,micro_batch=2", False, marks=pytest.mark.full),
+        pytest.param("dense", "pp=2,dp=2,shard=full,micro_batch=2", True, marks=pytest.mark.full),
         pytest.param("moe", "tp=2,ep=2,micro_batch=4", True, marks=pytest.mark.full),
     ],
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from trainshed.catalog.models import model_preset
+from trainshed.observe.mfu import measure_mfu
 from trainshed.plan import resolve_layout
 from trainshed.plan.model_shape import model_shape
 from trainshed.plan.performance.engine_constants import EngineOptions, engine_constant_names, engine_constants
@@ -91,6 +92,38 @@ def test_sharding_shares_out_what_it_says() -> None:
     assert states["zero2"].gradients == pytest.approx(states["none"].gradients / 64)
     assert states["full"].weights == pytest.approx(states["none"].weights / 64)
     assert states["zero1"].weights == states["none"].weights
+
+
+@pytest.mark.parametrize("pp", [1, 4])
+def test_gradients_that_stay_in_shards_are_reduced_in_every_backward_pass(pp: int) -> None:
+    training = training_of(constants=engine_constants("torch"), options=EngineOptions(overlap=False))
+    spent = {shard: predicted(training, pp=pp, shard=shard).times.dp_exposed for shard in ("zero1", "zero2", "full")}
+    gathered = predicted(replace(training, constants=replace(training.constants, reduce_bytes=0.0)), pp=pp)
+    micro_batches = 128 // (64 // pp)
+    reduction = spent["zero1"] - gathered.times.dp_exposed
+    assert reduction > 0
+    assert spent["zero2"] - spent["zero1"] == pytest.approx((micro_batches - 1) * reduction, rel=0.01)
+    whole, parts = (predicted(training, pp=pp, shard=shard).memory for shard in ("zero1", "zero2"))
+    assert parts.gradients < whole.gradients / 8
+
+
+def test_experts_beside_fp8_take_the_time_and_the_peak_that_the_engine_gives_them() -> None:
+    config = model_preset("mixtral-8x7b")
+    layout = resolve_layout(Layout(ep=8, shard="full"), config, world_size=64)
+
+    def of(engine: str, precision: str) -> LayoutPrediction:
+        constants = engine_constants(engine)
+        return predict(training_of(model=model_shape(config), constants=constants, precision=precision), layout)
+
+    ours, theirs = of("torch", "fp8"), of("megatron", "fp8")
+    assert theirs.peak_tflops == hardware_of_gpu("h100").gpu.dense_tflops.fp8
+    measured = measure_mfu(
+        ours.tokens_per_second_per_gpu, config, 8192, precision="fp8", gpu=hardware_of_gpu("h100").gpu, engine="torch"
+    )
+    assert ours.peak_tflops == pytest.approx(measured.peak_tflops)
+    assert ours.mfu == pytest.approx(measured.mfu)
+    gain, gain_of_all = (of(name, "bf16").step_seconds / of(name, "fp8").step_seconds for name in ("torch", "megatron"))
+    assert 1.0 < gain < gain_of_all
 
 
 def test_the_first_stages_of_a_pipeline_hold_the_most_micro_batches() -> None:

@@ -231,11 +231,14 @@ def test_a_layout_that_barely_fits_says_so() -> None:
     )
 
 
-def test_a_pipeline_of_our_own_engine_is_never_proposed_with_more_than_its_optimiser_states_shared_out() -> None:
+def test_our_own_engine_shares_out_weights_and_gradients_in_a_pipeline_too() -> None:
     training = training_of("llama3-70b", "h100", 32, 8192, 64, "torch")
     proposed = list(SearchSpace.for_training(training, "torch", {}).layouts(lambda layout, broken: None))
-    assert {layout.shard for layout in proposed if layout.pp > 1} == {"zero1"}
-    assert {layout.shard for layout in proposed if layout.pp == 1} == {"zero1", "zero2", "full"}
+    for pipelined in (False, True):
+        assert {layout.shard for layout in proposed if (layout.pp > 1) == pipelined} == {"zero1", "zero2", "full"}
+    megatron = SearchSpace.for_training(training_of("llama3-70b", "h100", 32, 8192, 64, "megatron"), "megatron", {})
+    pipelines = [layout for layout in megatron.layouts(lambda layout, broken: None) if layout.pp > 1]
+    assert {layout.shard for layout in pipelines} == {"zero1"}
 
 
 def test_a_choice_between_near_ties_names_two_different_layouts() -> None:

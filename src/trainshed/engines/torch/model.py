@@ -298,9 +298,14 @@ def projections(stage: DecoderStage) -> list[Linear]:
 
 
 def describe_float8_exclusions(model: RankModel) -> str | None:
-    """Say how many projections of an fp8 model still multiply in bf16; None if none does."""
+    """Say which products of an fp8 model still multiply in bf16; None if none does."""
     modules = [module for stage in model.stages for module in projections(stage)]
     excluded = sum(module.matmul is F.linear for module in modules)
-    if not excluded:
-        return None
-    return f"{excluded} of {len(modules)} projections stay in bf16: fp8 products take sizes in multiples of 16"
+    reasons = []
+    if excluded:
+        reasons.append(
+            f"{excluded} of {len(modules)} projections stay in bf16: fp8 products take sizes in multiples of 16"
+        )
+    if model.config.moe is not None:
+        reasons.append("experts multiply in bf16, and MFU is held against the peak of both")
+    return "; ".join(reasons) or None

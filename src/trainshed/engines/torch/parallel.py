@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
 from trainshed.errors import InputError
 from trainshed.models.collectives import SINGLE_RANK, AxisGroup, ParallelAxes
-from trainshed.models.decoder import DecoderStage
+from trainshed.models.decoder import DecoderStage, Embedding
 from trainshed.models.moe import MoE
 from trainshed.plan.layout import MeshCoordinates, RankLayout
 
@@ -124,16 +125,14 @@ def _tied_embedding_group(layout: RankLayout, ranks: torch.Tensor, rank: int) ->
 
 
 def check_sharding(mesh: ParallelMesh) -> None:
-    """Refuse sharding that PyTorch's pipeline schedules do not support.
-
-    They keep gradients unsharded until a stage's last micro-batch, and weights unsharded from its first backward on.
-    """
+    """Refuse sharding that a pipeline schedule does not allow."""
     layout = mesh.layout
-    if layout.pp > 1 and layout.shard in ("zero2", "full") and mesh.fsdp_mesh is not None:
+    if layout.schedule == "zero_bubble" and layout.shard in ("zero2", "full") and mesh.fsdp_mesh is not None:
         raise InputError(
-            f"shard: {layout.shard} with pp: {layout.pp}: with a pipeline our engine shards optimizer states only",
+            f"shard: {layout.shard} with schedule: zero_bubble: the gradients of a stage's weights come all at once, "
+            "after those of its inputs, so they are whole on every rank",
             where="layout.shard",
-            hint="write shard: zero1, or pp: 1",
+            hint="write schedule: 1f1b, or shard: zero1",
         )
 
 
@@ -141,7 +140,10 @@ def apply_fsdp(stage: DecoderStage, mesh: ParallelMesh, dtype: torch.dtype, mast
     """Shard a stage's tensors over the data-parallel ranks with FSDP2, layer by layer.
 
     All sharding modes are FSDP2 over a (replicate, shard) mesh. They differ in how long weights and gradients stay
-    unsharded, which `step.py` sets for each micro-batch.
+    unsharded, which `set_gradient_sync` sets for each micro-batch.
+
+    Embedding and head are groups of their own, gathered for the time of their use. A tied embedding is used at both
+    ends of the model, so it stays gathered with the few tensors that belong to no layer.
     """
     if mesh.fsdp_mesh is None or mesh.expert_fsdp_mesh is None:
         return
@@ -151,22 +153,55 @@ def apply_fsdp(stage: DecoderStage, mesh: ParallelMesh, dtype: torch.dtype, mast
         param_dtype=None if dtype == master_dtype else dtype, reduce_dtype=master_dtype, cast_forward_inputs=False
     )
     reshard = mesh.layout.shard == "full"
+    shard = partial(fully_shard, mp_policy=policy, reshard_after_forward=reshard)
+    modules: list[FSDPModule] = []  # in the order in which their forward passes end
+    if stage.spec.first and not stage.config.tied_embeddings:
+        modules.append(shard(stage.embedding, mesh=mesh.fsdp_mesh))
     for block in stage.layers.values():
         if isinstance(block.mlp, MoE):
-            fully_shard(
-                block.mlp.experts,
-                mesh=mesh.expert_fsdp_mesh,
-                mp_policy=policy,
-                reshard_after_forward=reshard,
-                shard_placement_fn=_expert_placement(mesh.expert_fsdp_mesh.size(1)),
-            )
-        fully_shard(block, mesh=mesh.fsdp_mesh, mp_policy=policy, reshard_after_forward=reshard)
+            placement = _expert_placement(mesh.expert_fsdp_mesh.size(1))
+            modules.append(shard(block.mlp.experts, mesh=mesh.expert_fsdp_mesh, shard_placement_fn=placement))
+        modules.append(shard(block, mesh=mesh.fsdp_mesh))
+    if stage.spec.last and not stage.config.tied_embeddings:
+        modules.append(shard(stage.head, mesh=mesh.fsdp_mesh))
+        register_fsdp_forward_method(stage.head, "with_rows")
     fully_shard(stage, mesh=mesh.fsdp_mesh, mp_policy=policy, reshard_after_forward=False)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the global batch: gradients are summed, not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        if isinstance(module, Embedding) and isinstance(module, FSDPModule):
+            # A look-up needs no rows in backward, and the loss computes its gradients in the forward pass.
+            module.set_unshard_in_backward(False)
+    if reshard and mesh.layout.pp > 1:
+        _set_backward_prefetch(stage, modules)
+
+
+def _set_backward_prefetch(stage: nn.Module, modules: list[FSDPModule]) -> None:
+    """Say what backward gathers ahead, where several forward passes come before one backward.
+
+    By itself FSDP goes back through all forward passes. At the first module of a stage it would gather the last one of
+    another micro-batch, which then stays gathered.
+    """
+    assert isinstance(stage, FSDPModule)
+    for before, module in zip([stage, *modules], [*modules, stage], strict=True):
+        module.set_modules_to_backward_prefetch([before])
+
+
+def set_gradient_sync(stage: nn.Module, layout: RankLayout, *, last: bool) -> None:
+    """Set, before a backward pass, how long FSDP keeps weights and gradients unsharded between micro-batches.
+
+    none, zero1: gradients accumulate unsharded and are reduced in the last backward pass. zero2: they are
+    reduce_scattered in each. In all three, weights stay unsharded until the last. full: nothing stays unsharded.
+    Copies of the model (`replicate`) sum their shards in the last pass.
+    """
+    if not isinstance(stage, FSDPModule):
+        return
+    stage.set_is_last_backward(last)
+    stage.set_requires_gradient_sync(last or layout.shard in ("zero2", "full"))
+    stage.set_requires_all_reduce(last or layout.replicas == 1)
+    stage.set_reshard_after_backward(last or layout.shard == "full")
 
 
 def _expert_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:

@@ -187,11 +187,12 @@ class SampleAnswers:
             for prompt in asked
             if start <= rows.rows[prompt] < stop and (column := rows.last_column(prompt)) in self._local_index
         ]
-        if not here:
-            return
-        prompts, row_indices, columns = (list(part) for part in zip(*here, strict=True))
+        # FSDP gathers the head on all ranks together, so a rank without a prompt multiplies one state for nobody.
+        prompts, row_indices, columns = (list(part) for part in zip(*(here or [(None, 0, 0)]), strict=True))
         chosen = hidden[torch.tensor(columns, device=mesh.device), torch.tensor(row_indices, device=mesh.device)]
-        next_tokens[prompts] = likeliest_tokens(self.model.stages[-1], chosen, mesh.axes.tp).cpu()
+        likeliest = likeliest_tokens(self.model.stages[-1], chosen, mesh.axes.tp)
+        if here:
+            next_tokens[prompts] = likeliest.cpu()
 
     def _agree(self, next_tokens: torch.Tensor) -> list[int]:
         """Tell all ranks the tokens that some of them have predicted."""

@@ -35,7 +35,8 @@ from trainshed.engines.torch.device_clock import DeviceTimestamp
 from trainshed.engines.torch.garbage_collection import collect_frozen
 from trainshed.engines.torch.model import ParameterShard, RankModel
 from trainshed.engines.torch.optimizer_registry import RankOptimizer
-from trainshed.engines.torch.parallel import ParallelMesh
+from trainshed.engines.torch.parallel import ParallelMesh, set_gradient_sync
+from trainshed.engines.torch.pipeline_stage import SyncedPipelineStage
 from trainshed.engines.torch.rank_health import NO_STOP_VOTES, agreed_signal
 from trainshed.engines.torch.rank_timing import WINDOW_VOTE
 from trainshed.models.collectives import AxisGroup
@@ -360,25 +361,12 @@ class ForwardBackward:
             zip(*([None] * micro_batches if part is None else part.chunk(micro_batches) for part in parts), strict=True)
         ):
             if backward:
-                self._set_fsdp_sync(stage, last=number == micro_batches - 1)
+                set_gradient_sync(stage, self.model.mesh.layout, last=number == micro_batches - 1)
             output = stage(*inputs)
             if backward:
                 output[0].backward()
             outputs.append(output.detach())
         return outputs
-
-    def _set_fsdp_sync(self, stage: torch.nn.Module, *, last: bool) -> None:
-        """Set how long FSDP keeps weights and gradients unsharded between micro-batches.
-
-        none, zero1: gradients accumulate unsharded and are reduced after the last micro-batch. zero2: they are
-        reduce_scattered after each. In all three, weights stay unsharded until the last. full: nothing stays unsharded.
-        """
-        if not isinstance(stage, FSDPModule):
-            return
-        mode = self.model.mesh.layout.shard
-        stage.set_is_last_backward(last)
-        stage.set_requires_gradient_sync(last or mode in ("zero2", "full"))
-        stage.set_reshard_after_backward(last or mode == "full")
 
     def _pipeline(
         self, batch: LocalBatch, micro_batches: int, output: torch.Tensor, *, backward: bool
@@ -439,15 +427,16 @@ class ForwardBackward:
         # With tensors on the meta device, stages need not ask each other for shapes.
         stream = torch.empty(length // layout.tp, rows, model.config.hidden, dtype=model.dtype, device="meta")
         tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
-        return PipelineStage(
-            stage,
-            layout.chunks(mesh.coordinates.pp)[number],
-            layout.pp * layout.vp,
-            mesh.device,
-            input_args=(tokens if stage.spec.first else stream.requires_grad_(),),
-            output_args=(output.to("meta").requires_grad_() if stage.spec.last else stream.requires_grad_(),),
-            group=mesh.pp.process_group,
-        )
+        place = (layout.chunks(mesh.coordinates.pp)[number], layout.pp * layout.vp, mesh.device)
+        options: dict[str, Any] = {
+            "input_args": (tokens if stage.spec.first else stream.requires_grad_(),),
+            "output_args": (output.to("meta").requires_grad_() if stage.spec.last else stream.requires_grad_(),),
+            "group": mesh.pp.process_group,
+        }
+        if layout.schedule == "zero_bubble":
+            # It computes the gradients of weights on their own, and PyTorch reduces them after the last.
+            return PipelineStage(stage, *place, **options)
+        return SyncedPipelineStage(stage, layout, *place, **options)
 
     @property
     def _zero_losses(self) -> torch.Tensor:

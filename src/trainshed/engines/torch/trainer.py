@@ -196,6 +196,7 @@ class Trainer:
                 lora=self.job.recipe.train.lora,
                 document_length=document_length,
                 reference=self.job.recipe.train.mode == "dpo",
+                engine="torch",
             )
         except TrainshedError as error:
             # A wrong figure is reported once and then left out: a run must not end because of it.

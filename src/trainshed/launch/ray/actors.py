@@ -77,7 +77,7 @@ class ProcessActor:
         if task.prologue:
             command = ["bash", "-c", "\n".join((*task.prologue, 'exec "$@"')), "trainshed", *command]
         environment = {name: value for name, value in os.environ.items() if name not in task.unset}
-        environment |= machine_environment(task.precision) if task.precision is not None else {}
+        environment |= machine_environment(task.precision, task.environment) if task.precision is not None else {}
         environment |= {"PYTHONUNBUFFERED": "1", **task.environment, **read_secrets(task.secrets)}
         processes = self._processes = RankProcesses(grace_seconds=task.grace_seconds, failure_grace_seconds=0.0)
         try:

@@ -76,6 +76,7 @@ class StepCompleter:
                     gpu=facts.gpu,
                     lora=facts.lora,
                     reference=facts.reference,
+                    engine=facts.engine,
                 )
                 self._per_rate = (unit.mfu, unit.mfu_full_attention)
         return self._per_rate

@@ -245,14 +245,17 @@ def _check_equal_rounds(layout: RankLayout, batch_sizes: tuple[int, ...]) -> Ite
 
 
 def check_torch_sharding(layout: RankLayout, model: ModelShape, context: LegalityContext) -> Iterator[Problem]:
-    """In a pipeline weights and gradients are whole on every rank: only optimizer states are sharded."""
-    if layout.pp > 1 and layout.shard in ("zero2", "full") and max(layout.dense_shards, layout.expert_shards) > 1:
-        cut = "gradients" if layout.shard == "zero2" else "weights and gradients"
+    """A zero-bubble pipeline has whole gradients: they come all at once, after those of a stage's inputs."""
+    if (
+        layout.schedule == "zero_bubble"
+        and layout.shard in ("zero2", "full")
+        and max(layout.dense_shards, layout.expert_shards) > 1
+    ):
         yield key_problem(
             "shard",
-            f"shard: {layout.shard} with pp: {layout.pp} would leave {cut} whole on every rank, as zero1 does: our own "
-            "engine does not share them out in a pipeline yet",
-            "write shard: zero1, or pp: 1",
+            f"shard: {layout.shard} with schedule: zero_bubble would leave gradients whole on every rank: the "
+            "schedule computes those of a stage's weights all at once, after those of its inputs",
+            "write schedule: 1f1b, or shard: zero1",
         )
 
 

@@ -188,9 +188,11 @@ class KernelTimes:
             forward + cast + self.start, input_gradient + cast + self.start, weight_gradient + self.start
         )
 
-    def projection(self, tokens: float, matrix: WeightMatrix, tp: int, *, groups: int = 1) -> tuple[float, float]:
+    def projection(
+        self, tokens: float, matrix: WeightMatrix, tp: int, *, allow_fp8: bool = True, groups: int = 1
+    ) -> tuple[float, float]:
         """Return forward and backward seconds of a projection of the model, which is frozen beside adapters."""
-        times, lora = self.matmul(tokens, matrix, tp, groups=groups), self.training.lora
+        times, lora = self.matmul(tokens, matrix, tp, allow_fp8=allow_fp8, groups=groups), self.training.lora
         if lora is None:
             return times.forward, times.backward
         unpacked = 0.0
@@ -350,7 +352,7 @@ def _expert_block(
     local = max(1, experts.count // layout.ep)
     forward = backward = 0.0
     for matrix in training.model.expert_matrices:
-        times = kernels.projection(routed, matrix, layout.etp, groups=local)
+        times = kernels.projection(routed, matrix, layout.etp, allow_fp8=not training.wide_experts, groups=local)
         forward, backward = forward + times[0], backward + times[1]
     shared = _dense_block(training, layout, kernels, tokens, experts.shared_ffn) if experts.shared_ffn else (0.0, 0.0)
     router_weight = WeightMatrix("router", training.model.hidden, experts.count, "none")

@@ -235,10 +235,13 @@ def _state_bytes(training: TrainingShape, layout: RankLayout, rank: int) -> _Sta
         base_shards, base = _divided(layout, dense, expert)
         share = base_shards / base if shard == "full" else 1.0
         frozen = share * _base_bytes(training, layout, rank, base)
-    # Two FSDP units at a time, the one in use and the prefetched one; backward also has the gradients of one.
+    # Two FSDP units at a time, the one in use and the prefetched one; backward also has the gradients of one. Where
+    # weights stay whole, gradients in shards begin as those of one unit too, and as the copy of them that is reduced.
     gathered = 0.0
     if shard == "full" and layout.dense_shards > 1:
         gathered = 2 * 2 * largest + (2 * largest if training.lora is None else 0.0)
+    elif shard == "zero2" and layout.dense_shards > 1 and training.lora is None:
+        gathered = (2 + training.constants.reduce_bytes) * largest
     return _StateBytes(weights + frozen, frozen, gradients, optimizer, gathered)
 
 
@@ -338,18 +341,19 @@ def layer_activation_bytes(training: TrainingShape, layout: RankLayout, *, exper
     attention = constants.head_bytes * heads / 2 / layout.tp
     gate = 1.0 if model.gated else 2 / 3
     kept = _kept_shares(training)
+    wide_inner = 0.0  # what experts keep that multiply in 16 bits beside fp8 matmuls
     if experts and model.experts is not None:
         routed = model.experts.top_k * layout.etp / layout.tp
-        inner = (
-            constants.inner_bytes
-            * gate
-            * (
-                kept.expert_inner * routed * model.experts.ffn / layout.etp
-                + kept.inner * model.experts.shared_ffn / layout.tp
-            )
+        inner = constants.inner_bytes * gate * kept.inner * model.experts.shared_ffn / layout.tp
+        # The last are tokens as they were sent to the experts, and as they came back.
+        routed_inner = (
+            constants.inner_bytes * gate * kept.expert_inner * routed * model.experts.ffn / layout.etp
+            + 4 * kept.expert_input * routed * model.hidden
         )
-        # Tokens as they were sent to the experts, and as they came back.
-        inner += 4 * kept.expert_input * routed * model.hidden
+        if training.wide_experts:
+            wide_inner = routed_inner
+        else:
+            inner += routed_inner
         width = routed * (model.experts.ffn / layout.etp + model.hidden)
     else:
         inner = constants.inner_bytes * gate * kept.inner * model.ffn / layout.tp
@@ -362,6 +366,7 @@ def layer_activation_bytes(training: TrainingShape, layout: RankLayout, *, exper
         if training.lora is not None and constants.fp8_kept_beside_adapters is not None:
             share = constants.fp8_kept_beside_adapters
         hidden, attention, inner = (part * share for part in (hidden, attention, inner))
+    inner += wide_inner
     everything = tokens * (hidden + attention + inner + _adapter_activation_bytes(training, layout, experts=experts))
     working = tokens * constants.backward_work_bytes * width
     if layout.recompute == "full":

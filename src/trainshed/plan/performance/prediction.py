@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+from trainshed.plan.flops import mixed_peak
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.model_shape import LayerKind, ModelShape, WeightMatrix
 from trainshed.plan.performance.layer_time import (
@@ -219,9 +220,12 @@ def _risk_seconds(training: TrainingShape, layout: RankLayout, step_seconds: flo
 
 
 def peak_tflops(training: TrainingShape) -> float:
-    """Return the dense peak that MFU is measured against: that of the matmuls' dtype."""
+    """Return the dense peak that MFU is measured against: that of the matmuls' dtype; of two where experts differ."""
     peaks = training.hardware.gpu.dense_tflops
-    return peaks.peak(LOW_PRECISIONS.get(training.precision, training.precision)) or peaks.half
+    peak = peaks.peak(LOW_PRECISIONS.get(training.precision, training.precision)) or peaks.half
+    if training.precision in LOW_PRECISIONS and training.wide_experts:
+        return mixed_peak(peak, peaks.half, training.expert_share)
+    return peak
 
 
 def _chunks(training: TrainingShape, layout: RankLayout) -> list[_Chunk]:
@@ -393,11 +397,12 @@ def _data_parallel_seconds(
         gather = shard_group.all_gather_seconds(2 * dense) + expert_group.all_gather_seconds(2 * expert)
         layers = sum(layout.stages[index] for index in layout.chunks(rank))
         gather += 2 * layers * constants.shard_messages * shard_group.latency_us * 1e-6
+    # Gradients that stay sharded are reduce-scattered in every backward pass, others in the last alone.
+    reductions = micro if layout.shard == "zero2" else 1
     if not training.options.overlap:
-        return reduce + gather
-    return max(0.0, reduce - constants.dp_hidden * one_backward) + max(
-        0.0, gather - constants.gather_hidden * one_forward
-    )
+        return reductions * reduce + gather
+    exposed = max(0.0, reduce - constants.dp_hidden * one_backward)
+    return reductions * exposed + max(0.0, gather - constants.gather_hidden * one_forward)
 
 
 def _fully_sharded_seconds(

@@ -197,7 +197,7 @@ class SearchSpace:
             if self.engine == "torchtune":
                 sensible = ("full",)
             elif self.engine == "torch":
-                sensible = ("zero1", "zero2", "full") if outer.pp == 1 else ("zero1",)
+                sensible = ("zero1", "zero2", "full")
             elif outer.pp == 1:
                 sensible = ("zero1", "full")
         for shard in (self.fixed["shard"],) if "shard" in self.fixed else sensible:
