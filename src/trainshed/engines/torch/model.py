@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from trainshed.engines.torch.float8 import convert_to_float8
-from trainshed.engines.torch.parallel import ParallelMesh, apply_fsdp, check_sharding
+from trainshed.engines.torch.parallel import ParallelMesh, apply_fsdp, check_sharding, shard_axis
 from trainshed.models.decoder import DecoderStage, DecoderStageSpec, LossNormalization, Regularization
 from trainshed.models.layers import Linear
 from trainshed.models.lora import add_adapters
@@ -108,7 +108,7 @@ def collect_parameter_shards(
             first_copy = True
             if isinstance(tensor, DTensor):
                 offset = _fsdp_offset(tensor, offset, shape)
-                first_copy = tensor.device_mesh.get_local_rank("replicate") == 0
+                first_copy = tensor.device_mesh.ndim == 1 or tensor.device_mesh.get_local_rank("replicate") == 0
             tied = config.tied_embeddings and layout.pp > 1 and name.startswith("embedding.")
             whole_on_tp = parameter.tp_dim is None and not parameter.expert
             whole_on_etp = parameter.tp_dim is None and parameter.expert
@@ -148,7 +148,8 @@ def _fsdp_offset(tensor: DTensor, offset: tuple[int, ...], shape: tuple[int, ...
     placement = next((placement for placement in tensor.placements if isinstance(placement, Shard)), None)
     if placement is None:
         return offset
-    ranks, rank = tensor.device_mesh.size(1), tensor.device_mesh.get_local_rank("shard")
+    axis = shard_axis(tensor.device_mesh)
+    ranks, rank = axis.size(), axis.get_local_rank()
     length = shape[placement.dim]
     start = min(rank * -(-length // ranks), length)
     shard_offset = list(offset)
