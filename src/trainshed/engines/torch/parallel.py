@@ -41,6 +41,13 @@ class ParallelMesh:
     """How many process groups this rank is in."""
 
     @property
+    def world(self) -> AxisGroup:
+        """All ranks."""
+        if self.layout.world_size == 1:
+            return SINGLE_RANK
+        return AxisGroup(self.layout.world_size, dist.get_rank(), dist.group.WORLD)
+
+    @property
     def reads_tokens(self) -> bool:
         """Whether this rank's stages need token ids: the first and the last do."""
         return self.coordinates.pp in (0, self.layout.pp - 1)
