@@ -125,6 +125,12 @@ def _engine_problems(recipe: Recipe) -> Iterator[Problem]:
             f"weights that are held as {train.lora.quantize} are multiplied in bf16, not in fp8",
             "write `precision: bf16`, or delete `quantize`: fp8 products take whole weights",
         )
+    if recipe.data.stage != "direct" and recipe.data.synthetic:
+        yield Problem(
+            ("data", "stage"),
+            "synthetic tokens are made by the ranks: there is nothing to copy",
+            "write `stage: direct`",
+        )
 
 
 def _staging_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:
@@ -132,9 +138,7 @@ def _staging_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:
     stage, path = recipe.data.stage, ("data", "stage")
     if stage == "direct" or recipe.engine.name != "torch":
         return
-    if recipe.data.synthetic:
-        yield Problem(path, "synthetic tokens are made by the ranks: there is nothing to copy", "delete it")
-    if stage != "nvme":
+    if stage != "nvme" or recipe.data.synthetic:
         return
     if cluster.node_disk is None:
         hosts = [volume.mount for volume in cluster.volumes if volume.host is not None]

@@ -18,6 +18,7 @@ from trainshed.models.collectives import SINGLE_RANK, AxisGroup, ParallelAxes
 from trainshed.models.decoder import DecoderStage
 from trainshed.models.moe import MoE
 from trainshed.plan.layout import MeshCoordinates, RankLayout
+from trainshed.recipe import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ def single_rank_mesh(layout: RankLayout, device: torch.device) -> ParallelMesh:
     return ParallelMesh(layout, layout.coordinates(0), device, ParallelAxes(), SINGLE_RANK, None, None, SINGLE_RANK)
 
 
-def build_mesh(layout: RankLayout, device: torch.device, *, tied_embeddings: bool) -> ParallelMesh:
-    """Make the process groups; every rank of the world calls this together."""
+def build_mesh(layout: RankLayout, device: torch.device, config: ModelConfig) -> ParallelMesh:
+    """Make the process groups that a model needs; every rank of the world calls this together."""
     if layout.world_size == 1:
         return single_rank_mesh(layout, device)
     groups = ProcessGroups(device)
@@ -74,9 +75,11 @@ def build_mesh(layout: RankLayout, device: torch.device, *, tied_embeddings: boo
     )
     fsdp_mesh = expert_fsdp_mesh = None
     if max(layout.dp * layout.cp, layout.edp if layout.ep * layout.etp < layout.stage_ranks else 1) > 1:
-        fsdp_mesh, expert_fsdp_mesh = (_fsdp_mesh(groups, mesh) for mesh in _fsdp_ranks(layout, ranks))
+        dense_ranks, expert_ranks = _fsdp_ranks(layout, ranks)
+        fsdp_mesh = _fsdp_mesh(groups, dense_ranks)
+        expert_fsdp_mesh = fsdp_mesh if config.moe is None else _fsdp_mesh(groups, expert_ranks)
     pp, tied_embedding = groups.axis(_along(dense, 0)), SINGLE_RANK
-    if tied_embeddings and layout.pp > 1:
+    if config.tied_embeddings and layout.pp > 1:
         # Pairs of ranks on the first and last stage that hold the same part of the embedding.
         tied_embedding = groups.axis(dense[[0, -1]].flatten(1).t())
     return ParallelMesh(
