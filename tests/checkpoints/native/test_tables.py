@@ -33,10 +33,16 @@ OF_BEFORE = Path(__file__).parent / "data" / "format-1"
 """A checkpoint of three ranks that Trainshed wrote when its index was JSON."""
 
 
+FAR = 2**40
+"""Where the items of the third rank begin: more than four bytes hold."""
+
+
 def record(rank: int, boxes: Sequence[PlannedBox]) -> RankFileRecord:
     """What a rank tells about a file of items of 100 bytes."""
     spans = [
-        ItemSpan(100 * number, 0 if 0 in box.sizes else 100, checksum_of(f"{rank} {number}".encode()))
+        ItemSpan(
+            FAR * (rank == 2) + 100 * number, 0 if 0 in box.sizes else 100, checksum_of(f"{rank} {number}".encode())
+        )
         for number, box in enumerate(boxes)
     ]
     return RankFileRecord.of(
@@ -75,11 +81,12 @@ def test_pytorch_unpickles_what_its_own_classes_would_have_pickled() -> None:
     }
     for name, (shape, dtype) in shown.items():
         builder.add_tensor(name, shape, dtype)
-    for rank in range(3):
+    for rank, far in enumerate((0, 0, FAR)):
+        file = f"__{rank}_1.distcp"
         for half in range(2):
-            builder.add_chunk("model.rows", (2 * rank + half, 0), (1, 5), f"__{rank}_1.distcp", 100 * half, 100)
-        builder.add_chunk("model.columns", (0, rank), (3, 1), f"__{rank}_1.distcp", 200, 100)
-        builder.add_chunk("model.ä deep", (rank, 0, 0, 0, 0), (1, 1, 2, 2, 3), f"__{rank}_1.distcp", 400, 100)
+            builder.add_chunk("model.rows", (2 * rank + half, 0), (1, 5), file, far + 100 * half, 100)
+        builder.add_chunk("model.columns", (0, rank), (3, 1), file, far + 200, 100)
+        builder.add_chunk("model.ä deep", (rank, 0, 0, 0, 0), (1, 1, 2, 2, 3), file, far + 400, 100)
     builder.add_chunk("model.few", (0,), (1,), "__0_1.distcp", 300, 100)
     builder.add_chunk("optimizer.updates", (), (), "__0_1.distcp", 500, 100)
     assert pickle.loads(contents.metadata) == pickle.loads(builder.to_bytes())

@@ -31,6 +31,9 @@ _NEW_OBJECT, _DICT, _END_DICT = b")\x81", b"}(", b"u"
 _BUILD = b"b"
 _NUMBER = b"\x8a\x08" + bytes(8)
 """An integer of eight bytes; they are filled in later."""
+_FILE = b"j\xff\xff\xff\xff"
+"""The name of a file by its number in the memo, which is filled in later."""
+_SMALL_NUMBERS = 2**31
 
 
 class _Memo:
@@ -114,29 +117,28 @@ def _storage(memo: _Memo, name: str, tensor: IndexedTensor, file_memo: np.ndarra
     place = memo.get("offset") + _NUMBER + memo.get("length") + _NUMBER + _END_DICT + _BUILD
     table = tensor.table
     numbers = np.hstack([table.offsets, np.arange(len(table))[:, None], table.rows[:, -2:]])
-    # The number of a file in the memo has four bytes, and is filled in by itself.
-    template = index + info + b"j\x00\x00\x00\x00" + place
-    rows = _filled_rows(template, numbers)
-    memo_start = len(index) + len(info) + 1
     file_numbers = table.rows[:, -3] & 0xFFFFFFFF
-    rows[:, memo_start : memo_start + 4] = file_memo[file_numbers].astype("<u4").view(np.uint8).reshape(-1, 4)
+    return _filled(index + info + _FILE + place, numbers, file_memo[file_numbers])
+
+
+def _filled(template: bytes, numbers: np.ndarray, file_memo: np.ndarray | None = None) -> bytes:
+    """Repeat a template once per row of int64 [N, M], and put the row's values into its M numbers.
+
+    A column of small values takes four bytes a number, others eight. `file_memo` [N] goes where `_FILE` is.
+    """
+    first, *parts = template.split(_NUMBER)
+    whole, places = first, []
+    for column, part in enumerate(parts):
+        small = not len(numbers) or numbers[:, column].max() < _SMALL_NUMBERS
+        opcode, width = (b"J" + bytes(4), 4) if small else (_NUMBER, 8)
+        places.append((len(whole) + len(opcode) - width, width, numbers[:, column]))
+        whole += opcode + part
+    if file_memo is not None:
+        places.append((whole.index(_FILE) + 1, 4, file_memo))
+    rows = np.tile(np.frombuffer(whole, np.uint8), (len(numbers), 1))
+    for start, width, values in places:
+        rows[:, start : start + width] = values.astype(f"<i{width}").view(np.uint8).reshape(-1, width)
     return rows.tobytes()
-
-
-def _filled(template: bytes, numbers: np.ndarray) -> bytes:
-    return _filled_rows(template, numbers).tobytes()
-
-
-def _filled_rows(template: bytes, numbers: np.ndarray) -> np.ndarray:
-    """Repeat a template once per row of int64 [N, M], and put the row's values into its M numbers: uint8 [N, L]."""
-    rows = np.tile(np.frombuffer(template, np.uint8), (len(numbers), 1))
-    start = 0
-    for column in range(numbers.shape[1]):
-        start = template.index(_NUMBER, start) + 2
-        values = np.ascontiguousarray(numbers[:, column], "<i8")
-        rows[:, start : start + 8] = values.view(np.uint8).reshape(-1, 8)
-        start += 8
-    return rows
 
 
 def _size(memo: _Memo, dims: int) -> bytes:
