@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 
 from support.recipes.text_recipes import write_script, write_small_recipe
+from trainshed.cli import run_cli
 from trainshed.data import staging
 from trainshed.data.order import DataOrder
 from trainshed.data.sampling.sources import TokenDataset
 from trainshed.errors import CorruptData, NoSpace, RecipeError
+from trainshed.observe.event_log import read_events
 from trainshed.recipe import Cluster, load_cluster, load_recipe
+from trainshed.storage import LocalStore
 from trainshed.workflow import PreparedRun, open_run_folder, prepare_run
 from trainshed.workflow.runnable import check_runnable
 
@@ -207,3 +210,19 @@ def test_a_cluster_says_where_its_nodes_have_a_disk_or_is_refused_by_name(
         check_runnable(recipe, cluster)
     assert what in str(caught.value)
     assert "data.stage" in str(caught.value.where)
+
+
+def test_a_training_reads_its_tokens_from_the_disk_of_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_small_recipe(tmp_path)
+    write_script(tmp_path)
+    assert run_cli(["run", "recipe.yaml"]) == 0
+    staged = ["run", "recipe.yaml", "--id", "staged", "data.stage=nvme", f"cluster.local_disk={tmp_path / 'ssd'}"]
+    assert run_cli(staged) == 0, capsys.readouterr().err
+    assert len(copies(tmp_path)) == 1
+    runs = sorted((tmp_path / "store" / "runs" / "small").iterdir())
+    losses = [[event["loss"] for event in read_events(LocalStore(run), "") if event["kind"] == "step"] for run in runs]
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
