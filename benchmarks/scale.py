@@ -291,7 +291,8 @@ def main() -> None:
     parser.add_argument("--one", type=int, nargs=2, metavar=("RANKS", "RANK"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measure(options.model, *options.one, options.before)))
+        ranks, rank = options.one
+        print(json.dumps(measure(options.model, ranks, rank, options.before)))
         return
     print(f"{options.model}, tp {TP}, pp {PP}, zero1 over the rest")
     starts: list[list[str]] = []

@@ -106,9 +106,9 @@ class IndexedTensor:
         return [self.table.item(number) for number in np.flatnonzero(inside).tolist()]
 
 
-def file_column(file_numbers: np.ndarray, algorithm: str) -> np.ndarray:
-    """Return the column `file` of a table whose checksums are of one algorithm."""
-    return file_numbers | (ALGORITHMS.index(algorithm) << _FILE_BITS)
+def file_column(file_number: int, algorithm: str) -> int:
+    """Return the value of the column `file` for an item whose checksum is of this algorithm."""
+    return file_number | (ALGORITHMS.index(algorithm) << _FILE_BITS)
 
 
 def encode_index(files: Sequence[str], tensors: Mapping[str, IndexedTensor]) -> tuple[bytes, int]:

@@ -192,7 +192,7 @@ def assemble_index(parts: Sequence[RankFileRecord]) -> dict[str, IndexedTensor]:
         [
             np.zeros(0, np.int64),
             *(
-                np.full(len(part.spans), file_column(np.int64(number), part.algorithm))
+                np.full(len(part.spans), file_column(number, part.algorithm), np.int64)
                 for number, part in enumerate(parts)
             ),
         ]
