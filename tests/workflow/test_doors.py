@@ -33,7 +33,7 @@ REFUSED = {
     ),
     "train.z_loss": ("the loss of `mode: dpo` has no z-loss", (*PAIRS, "train.z_loss=1e-4")),
     "train.loss": ("`mode: dpo` compares answers, and has no other loss", (*PAIRS, "train.loss=cross_entropy")),
-    "data.stage": ("staging tokens on nvme is not built yet", ("data.stage=nvme",)),
+    "data.stage": ("synthetic tokens are made by the ranks: there is nothing to copy", ("data.stage=shm",)),
 }
 """Keys that our engine cannot do anywhere."""
 

@@ -55,18 +55,24 @@ def worker(
         return _run_cpu_stage(stage, job, part)
     if run is None or attempt is None:
         raise InputError("a rank is told by --run and --attempt what to train")
-    from trainshed.cli.console import training_progress
+    from trainshed.cli.console import reporter, training_progress
     from trainshed.engines.torch.rank import train_rank
+    from trainshed.errors import TrainshedError
     from trainshed.launch.attempt import read_plan
-    from trainshed.observe.health import health_folder
+    from trainshed.observe.health import health_folder, write_rank_error
     from trainshed.recipe import load_cluster, split_overrides
     from trainshed.workflow import open_run_folder, store_options, train_job
 
     cluster = load_cluster(on, split_overrides(overrides)[1])
     options = store_options(cluster)
-    opened = open_run_folder(run, cluster)
-    if os.environ.get("RANK", "0") == "0":  # one look is enough, and a thousand ranks would each cost one
-        _check_tokens(opened, options, health_folder(run, attempt))
+    rank, health = int(os.environ.get("RANK", "0")), health_folder(run, attempt)
+    try:
+        opened = open_run_folder(run, cluster, attempt=attempt, reporter=reporter())
+    except TrainshedError as error:
+        write_rank_error(health, rank, error)
+        raise
+    if rank == 0:  # one look is enough, and a thousand ranks would each cost one
+        _check_tokens(opened, options, health)
     # Its own log says how it goes: `trainshed logs` shows that of rank 0.
     with training_progress(opened.steps) as on_event:
         return train_rank(

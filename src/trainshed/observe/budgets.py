@@ -41,7 +41,11 @@ class PhaseBudgets:
     @classmethod
     def of(cls, recipe: Recipe) -> PhaseBudgets:
         """Return the budgets of a recipe."""
-        return cls(recipe.budgets.written if recipe.budgets is not None else None)
+        written = dict(recipe.budgets.written if recipe.budgets is not None else {})
+        if recipe.data.stage != "direct":
+            # A node that joins later copies all tokens first, and the others wait for its ranks.
+            written.setdefault("rendezvous", DEFAULT_BUDGET_SECONDS["load"])
+        return cls(written)
 
     def seconds(self, phase: str) -> float:
         """Return how long a rank may be in a phase without a heartbeat."""

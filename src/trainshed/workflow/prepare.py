@@ -5,6 +5,7 @@ Each is skipped when its artefact is already proven; no GPU is held meanwhile.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,9 @@ from trainshed.data.artefacts import DataArtefacts
 from trainshed.data.chat.inspect import ChatInspection
 from trainshed.data.order import DataOrder, run_orders, run_steps
 from trainshed.data.prompts import ValidationPrompts, encode_prompts
+from trainshed.data.sampling.packing import PackedDataset
+from trainshed.data.sampling.sources import TokenDataset
+from trainshed.data.staging import StagedRun, stage_run
 from trainshed.data.tokenize.added_tokens import added_token_problems, with_added_tokens
 from trainshed.data.tokenize.tokenizer import Tokenizer, load_tokenizer
 from trainshed.data.tokens.token_source import RunTokens, StartedRun, TokenSource, refuse_changed_tokens
@@ -400,10 +404,13 @@ def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None =
     return replace(run, added=added_rows(resolved, tokenizer))
 
 
-def open_run_folder(folder: Path, cluster: Cluster | None = None) -> PreparedRun:
+def open_run_folder(
+    folder: Path, cluster: Cluster | None = None, *, attempt: int | None = None, reporter: Reporter = SILENT
+) -> PreparedRun:
     """Open a run by its folder alone, as its ranks do: nothing is looked for, nothing made.
 
-    With the cluster that it runs on, what could not train there is refused.
+    With the cluster that it runs on, what could not train there is refused. With an attempt, tokens are copied to this
+    node first where `data.stage` says so.
     """
     recipe, body = _read_prepared(folder)
     if cluster is not None:
@@ -411,12 +418,38 @@ def open_run_folder(folder: Path, cluster: Cluster | None = None) -> PreparedRun
     data = RunTokens.from_plain(body["data"])
     base = BaseWeights.from_folder(Path(body["base"])) if body["base"] else None
     options = store_options(cluster) if cluster is not None else None
-    orders = run_orders(recipe, data, artefacts_of(store_of(folder)) / "index", build=False, options=options)
+    indexes = artefacts_of(store_of(folder)) / "index"
+    read_data, read_indexes = data, indexes
+    if recipe.data.stage != "direct" and cluster is not None and attempt is not None:
+        staged = _stage_tokens(
+            recipe, cluster, data, indexes, f"{_digest(str(folder.absolute()))}-{attempt:04d}", reporter
+        )
+        read_data, read_indexes = staged.data, staged.indexes
+    orders = run_orders(recipe, read_data, read_indexes, build=False, options=options)
     prompts = ValidationPrompts.from_plain(body["prompts"]) if body.get("prompts") else None
     added = AddedRows(**body["added"]) if body.get("added") else None
     return PreparedRun(
         recipe, folder.name, folder, data, orders.steps, orders.train, orders.validation, None, base, prompts, added
     )
+
+
+def _stage_tokens(
+    recipe: Recipe, cluster: Cluster, data: RunTokens, indexes: Path, run: str, reporter: Reporter
+) -> StagedRun:
+    options, in_memory = store_options(cluster), recipe.data.stage == "shm"
+    disk = "/dev/shm" if in_memory else cluster.node_disk
+    assert disk is not None, "check_runnable refuses a cluster without one"
+
+    def index_folders() -> list[Path]:
+        orders = run_orders(recipe, data, indexes, build=False, options=options)
+        sources = [*orders.train.sources, *(orders.validation.sources if orders.validation is not None else ())]
+        return [source.index.folder for source in sources if isinstance(source, TokenDataset | PackedDataset)]
+
+    return stage_run(data, index_folders, Path(disk), run, in_memory=in_memory, options=options, reporter=reporter)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def prepared_steps(folder: Path) -> int:

@@ -33,6 +33,7 @@ def check_runnable(recipe: Recipe, cluster: Cluster) -> None:
     check_cluster(cluster)
     problems = [
         *_engine_problems(recipe),
+        *_staging_problems(recipe, cluster),
         *_preference_problems(recipe),
         *_plugin_problems(recipe),
         *_target_problems(recipe, cluster),
@@ -124,10 +125,36 @@ def _engine_problems(recipe: Recipe) -> Iterator[Problem]:
             f"weights that are held as {train.lora.quantize} are multiplied in bf16, not in fp8",
             "write `precision: bf16`, or delete `quantize`: fp8 products take whole weights",
         )
-    if recipe.data.stage != "direct":
+    if recipe.data.stage != "direct" and recipe.data.synthetic:
         yield Problem(
-            ("data", "stage"), f"staging tokens on {recipe.data.stage} is not built yet", "write `stage: direct`"
+            ("data", "stage"),
+            "synthetic tokens are made by the ranks: there is nothing to copy",
+            "write `stage: direct`",
         )
+
+
+def _staging_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:
+    """Yield why tokens cannot be copied to the nodes; the adapters of foreign engines refuse it themselves."""
+    stage, path = recipe.data.stage, ("data", "stage")
+    if stage == "direct" or recipe.engine.name != "torch":
+        return
+    if stage != "nvme" or recipe.data.synthetic:
+        return
+    if cluster.node_disk is None:
+        hosts = [volume.mount for volume in cluster.volumes if volume.host is not None]
+        what = f"{cluster.name} names no disk of its nodes"
+        if hosts:
+            what = f"{cluster.name} has no single writable volume of its nodes ({', '.join(hosts)})"
+        yield Problem(path, what, "write `local_disk: /ssd` in the cluster file, the folder as jobs see it")
+    elif cluster.target == "kubernetes":
+        disk = posixpath.normpath(cluster.node_disk)
+        mounts = [posixpath.normpath(volume.mount) for volume in cluster.volumes if volume.host is not None]
+        if not any(disk == mount or disk.startswith(f"{mount}/") for mount in mounts):
+            yield Problem(
+                path,
+                f"`local_disk: {cluster.node_disk}` is in no volume of the nodes, and a pod's own disk is small",
+                "add `volumes: [{mount: /ssd, host: /mnt/disks/ssd}]` to the cluster file, and name its mount",
+            )
 
 
 def _preference_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -165,7 +165,7 @@ def test_a_flipped_bit_is_found_at_load_with_the_way_to_the_checkpoint_before(
     untouched = {"model.norm.weight": state["model.norm.weight"]}
     assert same(loaded(store, newest, untouched), untouched)
     (tmp_path / newest.path / "manifest.json").unlink()
-    flip(tmp_path / STEP_100 / "pieces-0001.json", 9)
+    flip(tmp_path / STEP_100 / "pieces-0001.bin", 9)
     with pytest.raises(CorruptData, match="the table of pieces") as caught:
         loaded(store, complete_checkpoints(store, FOLDER)[0], state)
     assert "there is no earlier checkpoint" in str(caught.value.hint)
@@ -234,5 +234,5 @@ def test_load_reads_only_what_a_piece_needs(store: LocalStore) -> None:
     (found,) = complete_checkpoints(store, FOLDER)
     pieces = by_rows(state, 3)[2]
     load_checkpoint(Counting(), found, pieces)
-    assert {file for file, _, _ in read} == {"pieces-0001.json", "__2_1.distcp", "__0_1.distcp"}
+    assert {file for file, _, _ in read} == {"pieces-0001.bin", "__2_1.distcp", "__0_1.distcp"}
     assert sum(file == "__2_1.distcp" for file, _, _ in read) == 1, "neighbours are read at once"

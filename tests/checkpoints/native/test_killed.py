@@ -62,8 +62,8 @@ def test_every_phase_was_killed_once(places: dict[Path, str]) -> None:
     told = set(places.values())
     for rank in (0, 1):
         assert {f"{what} __{rank}_1.distcp" for what in ("open", "write", "publish")} <= told
-    assert {"put pieces-0001.json", "put .metadata", "put manifest.json", "put latest"} <= told
-    deleted = {"manifest.json", "pieces-0001.json", ".metadata", "__0_1.distcp", "__1_1.distcp"}
+    assert {"put pieces-0001.bin", "put .metadata", "put manifest.json", "put latest"} <= told
+    deleted = {"manifest.json", "pieces-0001.bin", ".metadata", "__0_1.distcp", "__1_1.distcp"}
     assert {f"delete {name}" for name in deleted} <= told
 
 

@@ -74,7 +74,7 @@ def test_after_a_fall_back_what_is_stored_now_counts_as_newer_than_what_lay_ahea
     assert {info.path.rpartition("/")[2] for info in store.list(again.path)} == {
         ".metadata",
         "manifest.json",
-        "pieces-0002.json",
+        "pieces-0002.bin",
         "__0_2.distcp",
     }
 

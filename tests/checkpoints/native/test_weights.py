@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 from support.models.tiny_models import VARIANTS, save_tiny_hf
 from support.runs.checkpoint_parts import RUN, Ranks, by_rows
 from trainshed.checkpoints.hf.weights import HfWeights
-from trainshed.checkpoints.native.folder import checkpoints_folder, complete_checkpoints
+from trainshed.checkpoints.native.folder import checkpoints_folder, complete_checkpoints, find_checkpoint
+from trainshed.checkpoints.native.index import read_index
 from trainshed.checkpoints.native.weights import NativeWeights, NativeWeightsWriter
 from trainshed.checkpoints.weights import Weights
 from trainshed.errors import CorruptData, InputError, NotFound
@@ -121,20 +123,30 @@ def test_a_checkpoint_of_before_is_read_its_items_saved_by_torch_and_hashed_with
 ) -> None:
     folder, source = run
     step = folder / RUN / "checkpoints" / "step-00000002"
+    stored = read_index(LocalStore(folder), find_checkpoint(LocalStore(folder), RUN))
     manifest = json.loads((step / "manifest.json").read_text())
-    table = step / manifest["facts"]["pieces"]
-    pieces = json.loads(table.read_bytes())
-    files = [bytearray() for _ in pieces["files"]]
-    for tensor in pieces["tensors"].values():
-        for item in tensor["items"]:
-            _, _, file, start, length, _ = item
-            saved, now = io.BytesIO(), (step / pieces["files"][file]).read_bytes()[start : start + length]
+    facts = manifest["facts"]
+    (step / facts.pop("pieces")).unlink()
+    del facts["pieces_header"]
+    names = sorted(entry["path"] for entry in manifest["files"] if entry["path"].endswith(".distcp"))
+    files = [bytearray() for _ in names]
+    tensors: dict[str, Any] = {}
+    for name, tensor in stored.items():
+        items = []
+        for item in tensor.items:
+            saved, file = io.BytesIO(), names.index(item.file)
+            now = (step / item.file).read_bytes()[item.start : item.start + item.length]
             torch.save(torch.load(io.BytesIO(now)), saved)
-            item[3:] = [len(files[file]), len(saved.getvalue()), sha256_of(saved.getvalue())]
+            place = [len(files[file]), len(saved.getvalue()), sha256_of(saved.getvalue())]
+            items.append([item.offset, item.sizes, file, *place])
             files[file] += saved.getvalue()
-    for name, data in zip(pieces["files"], files, strict=True):
+        tensors[name] = {"shape": tensor.shape, "dtype": tensor.dtype, "items": items}
+    for name, data in zip(names, files, strict=True):
         (step / name).write_bytes(data)
-    table.write_text(json.dumps(pieces | {"format": 1}))
+    (step / "pieces-0001.json").write_text(json.dumps({"format": 1, "files": names, "tensors": tensors}))
+    facts |= {"format": 1, "pieces": "pieces-0001.json"}
+    for entry in manifest["files"]:
+        entry["path"] = entry["path"].replace("pieces-0001.bin", "pieces-0001.json")
     for entry in manifest["files"]:
         data = (step / entry["path"]).read_bytes()
         del entry["checksum"]
@@ -158,7 +170,7 @@ def test_a_unit_whose_record_is_lost_is_told_from_its_bytes(tmp_path: Path) -> N
         file = tmp_path / "torn" / unit.path
         file.parent.mkdir(parents=True, exist_ok=True)
         writer.write(unit, source, file, lambda _: None)
-        record = file.with_name(f"{file.name}.part.json")
+        record = file.with_name(f"{file.name}.part")
         record.unlink() if number else record.write_bytes(b"")
     writer.finish(tmp_path / "torn", [])
     made = {

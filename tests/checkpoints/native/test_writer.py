@@ -75,7 +75,7 @@ def test_a_checkpoint_is_described_by_its_manifest(store: LocalStore) -> None:
     assert manifest.spec == SPEC
     assert manifest.facts["consumed_samples"] == 800
     assert manifest.facts["tensors"]["model.norm.weight"] == {"shape": [4], "dtype": "bfloat16"}
-    assert [entry.path for entry in manifest.files] == [".metadata", "__0_1.distcp", "pieces-0001.json"]
+    assert [entry.path for entry in manifest.files] == [".metadata", "__0_1.distcp", "pieces-0001.bin"]
     assert open_checkpoint(store, found.path) == found
     assert same(loaded(store, found, state), state)
 

@@ -54,7 +54,8 @@ def test_reading_keeps_up_with_training_unless_the_step_is_short() -> None:
     assert hurried.limits_the_step
     warned = supply_warning(hurried, 1.0) or ""
     assert warned.startswith("a step's tokens take 10.2 s to read and the step 1 s: ")
-    assert "data.stage" not in warned, "no engine takes it yet"
+    assert "copy them to the nodes with `data.stage: nvme`" in warned
+    assert "data.stage" not in (supply_warning(hurried, 1.0, "megatron") or ""), "only our own engine takes it"
 
 
 def test_staged_tokens_are_copied_to_every_node_first() -> None:

@@ -78,6 +78,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "mtbf_hours": {"mtbf_hours": 10.0},
     "calibration": {"calibration": "mine.yaml"},
     "image": {"image": "registry/other:2"},
+    "local_disk": {"local_disk": "/ssd"},
     "python": {"python": "/opt/python"},
     "fabric": {"fabric": "ethernet"},
     "sharp": {"sharp": True},

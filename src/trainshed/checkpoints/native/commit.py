@@ -5,23 +5,18 @@ The commit writes the index and `.metadata`, then the manifest, then `latest`, a
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import orjson
 import torch
 
 from trainshed.checkpoints.io import bytes_of
 from trainshed.checkpoints.native.folder import (
     BEST,
-    FORMAT,
-    KIND,
     LATEST,
     METADATA,
     BestPointer,
@@ -29,11 +24,11 @@ from trainshed.checkpoints.native.folder import (
     index_name,
     step_folder,
 )
-from trainshed.checkpoints.native.index import IndexedItem, IndexedTensor, encode_index
 from trainshed.checkpoints.native.shards import DTYPES, SavePlan, WriteItem
+from trainshed.checkpoints.native.table_process import make_tables
+from trainshed.checkpoints.native.tables import CheckpointContents, ItemSpan, RankFileRecord
 from trainshed.checkpoints.torch_save_writer import TensorPlaceholder, TorchSaveLayout
-from trainshed.errors import TrainshedError
-from trainshed.storage import FileEntry, Hasher, Manifest, Store, Writer, checksum_of
+from trainshed.storage import FileEntry, Hasher, Store, Writer
 from trainshed.storage.attempts import Attempt
 from trainshed.storage.manifest import MANIFEST
 
@@ -43,47 +38,6 @@ _SMALL_BYTES = 1024 * 1024
 _SLICE_BYTES = 8 * 1024 * 1024
 # What torch.save adds to a tensor is below 2 kB; the bound lets a bucket choose its part size.
 _ITEM_OVERHEAD_BYTES = 8 * 1024
-
-
-@dataclass(frozen=True)
-class ItemSpan:
-    """The place of one item in the rank's file; an item without elements has no bytes."""
-
-    start: int
-    length: int
-    checksum: str
-
-
-@dataclass(frozen=True)
-class RankFileRecord:
-    """What a rank sends about its file. `items` is None where rank 0 knows them already, by the plan's digest."""
-
-    plan_digest: str
-    items: tuple[WriteItem, ...] | None
-    spans: tuple[ItemSpan, ...]
-    file: FileEntry
-
-    def to_bytes(self) -> bytes:
-        """The record as it is sent to rank 0."""
-        items = self.items and [(i.name, i.shape, i.dtype, i.offset, i.sizes, i.start, i.size) for i in self.items]
-        spans = [(span.start, span.length, span.checksum) for span in self.spans]
-        file = (self.file.path, self.file.size, self.file.checksum)
-        return orjson.dumps({"plan": self.plan_digest, "items": items, "spans": spans, "file": file})
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> RankFileRecord:
-        """Read a record."""
-        document = orjson.loads(data)
-        items = document["items"] and tuple(
-            WriteItem(name, tuple(shape), dtype, tuple(offset), tuple(sizes), start, size)
-            for name, shape, dtype, offset, sizes, start, size in document["items"]
-        )
-        spans = tuple(ItemSpan(*span) for span in document["spans"])
-        return cls(document["plan"], items, spans, FileEntry(*document["file"]))
-
-    def without_items(self) -> RankFileRecord:
-        """The record for a rank 0 that knows the plan."""
-        return replace(self, items=None)
 
 
 def write_rank_file(
@@ -110,7 +64,7 @@ def write_rank_file(
                 spans.append(ItemSpan(start, stream.file.size - start, stream.item.checksum))
             stream.flush()
         entry = FileEntry(name, stream.file.size, stream.file.checksum)
-    return RankFileRecord(plan.digest, plan.items, tuple(spans), entry)
+    return RankFileRecord.of(plan.digest, plan.boxes, spans, entry)
 
 
 def frame_item(item: WriteItem, crc32: int) -> tuple[bytes, bytes]:
@@ -166,102 +120,30 @@ class _HashingStream:
             self._small.clear()
 
 
-_OWN_FACTS = frozenset({"format", "attempt", "pieces", "tensors"})
-
-
-def assemble_index(parts: Iterable[RankFileRecord]) -> dict[str, IndexedTensor]:
-    """Merge the ranks' records; every element of every tensor must have been written by exactly one rank."""
-    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-    items: dict[str, list[IndexedItem]] = {}
-    for part in parts:
-        assert part.items is not None, "rank 0 has filled in the items that it knows"
-        for item, span in zip(part.items, part.spans, strict=True):
-            if shapes.setdefault(item.name, (item.shape, item.dtype)) != (item.shape, item.dtype):
-                raise TrainshedError(f"{item.name}: ranks disagree about its shape or dtype")
-            stored_items = items.setdefault(item.name, [])
-            if span.length:
-                stored = IndexedItem(item.offset, item.sizes, part.file.path, span.start, span.length, span.checksum)
-                stored_items.append(stored)
-    for name, (shape, _) in shapes.items():
-        _check_coverage(name, shape, items[name])
-    return {
-        name: IndexedTensor(shape, dtype, tuple(sorted(items[name], key=lambda item: item.offset)))
-        for name, (shape, dtype) in shapes.items()
-    }
-
-
-def _check_coverage(name: str, shape: tuple[int, ...], items: list[IndexedItem]) -> None:
-    written, wanted = sum(math.prod(item.sizes) for item in items), math.prod(shape)
-    if written != wanted or len({item.offset for item in items}) != len(items):
-        raise TrainshedError(
-            f"{name}: the ranks wrote {written:,} elements of a tensor of {wanted:,}",
-            hint="each piece needs exactly one owner; this is a fault of Trainshed's engine: report it",
-        )
-
-
 def write_index_files(
     attempt: Attempt,
     folder: str,
     step: int,
-    parts: Iterable[RankFileRecord],
+    parts: Sequence[RankFileRecord],
     spec: Mapping[str, Any],
     facts: Mapping[str, Any],
-) -> Manifest:
-    """Write the index and `.metadata` of all ranks' files; return the manifest that will commit them."""
-    contents = checkpoint_contents(parts, step, attempt.number, spec, facts)
+) -> CheckpointContents:
+    """Write the index and `.metadata` of all ranks' files; return them with the manifest that will commit them."""
+    contents = make_tables(parts, step, attempt.number, spec, facts)
     path = step_folder(folder, step)
     attempt.store.put(f"{path}/{index_name(attempt.number)}", contents.index)
     attempt.put(f"{path}/{METADATA}", contents.metadata)
-    return contents.manifest
-
-
-@dataclass(frozen=True)
-class CheckpointContents:
-    """The index and `.metadata` as they are stored, and the manifest that names them and the ranks' files."""
-
-    index: bytes
-    metadata: bytes
-    manifest: Manifest
-
-
-def checkpoint_contents(
-    parts: Iterable[RankFileRecord],
-    step: int,
-    attempt: int,
-    spec: Mapping[str, Any],
-    facts: Mapping[str, Any] | None = None,
-) -> CheckpointContents:
-    """Describe the files that all ranks have written for one step."""
-    facts = facts or {}
-    if reserved := _OWN_FACTS & facts.keys():
-        raise ValueError(f"'{min(reserved)}' is a fact that the checkpoint writes itself")
-    assert facts.get("step", step) == step
-    parts = list(parts)
-    tensors = assemble_index(parts)
-    index, metadata = encode_index(tensors), _encode_metadata(tensors)
-    own_facts = {
-        "format": FORMAT,
-        "step": step,
-        "attempt": attempt,
-        "pieces": index_name(attempt),
-        "tensors": {name: {"shape": list(tensor.shape), "dtype": tensor.dtype} for name, tensor in tensors.items()},
-    }
-    files = [
-        *(part.file for part in parts),
-        FileEntry(index_name(attempt), len(index), checksum_of(index)),
-        FileEntry(METADATA, len(metadata), checksum_of(metadata)),
-    ]
-    return CheckpointContents(index, metadata, Manifest.of(KIND, spec, files, {**facts, **own_facts}))
+    return contents
 
 
 def commit_checkpoint(
-    attempt: Attempt, folder: str, step: int, manifest: Manifest, best_loss: float | None = None
+    attempt: Attempt, folder: str, step: int, manifest: bytes, best_loss: float | None = None
 ) -> None:
     """Store the manifest, which makes the checkpoint exist, and point `latest` to it.
 
     With `best_loss` it is the best checkpoint so far, and `best` points to it as well.
     """
-    attempt.put(f"{step_folder(folder, step)}/{MANIFEST}", manifest.to_bytes())
+    attempt.put(f"{step_folder(folder, step)}/{MANIFEST}", manifest)
     attempt.put(f"{folder}/{LATEST}", LatestPointer(step, attempt.number, attempt.number).to_bytes())
     if best_loss is not None:
         commit_best(attempt, folder, step, best_loss)
@@ -270,15 +152,3 @@ def commit_checkpoint(
 def commit_best(attempt: Attempt, folder: str, step: int, loss: float) -> None:
     """Point `best` to a checkpoint that is stored."""
     attempt.put(f"{folder}/{BEST}", BestPointer(step, loss, attempt.number).to_bytes())
-
-
-def _encode_metadata(tensors: Mapping[str, IndexedTensor]) -> bytes:
-    """Return the `.metadata` file, for PyTorch's own reader."""
-    from trainshed.checkpoints.dcp import DcpMetadataBuilder
-
-    builder = DcpMetadataBuilder()
-    for name, tensor in tensors.items():
-        builder.add_tensor(name, tensor.shape, DTYPES[tensor.dtype])
-        for item in tensor.items:
-            builder.add_chunk(name, item.offset, item.sizes, item.file, item.start, item.length)
-    return builder.to_bytes()

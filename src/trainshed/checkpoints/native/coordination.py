@@ -60,7 +60,10 @@ class SaveCoordinator:
 
     def send_record(self, save: str, record: bytes) -> None:
         """Send rank 0 the record of this rank's file."""
-        self._call(lambda store: store.set(self._key(save, f"part-{self._rank}"), record.decode()))
+        # A key-value store takes bytes as values, though its signature says str.
+        value: Any = record
+        self._call(lambda store: store.set(self._key(save, f"part-{self._rank}"), value))
+        self._call(lambda store: store.add(self._key(save, "sent"), 1))
 
     def send_failure(self, save: str, error: TrainshedError) -> None:
         """Tell rank 0 that this rank has failed to write its file."""
@@ -69,22 +72,27 @@ class SaveCoordinator:
 
     def wait_for_records(self, save: str) -> dict[int, bytes]:
         """Wait for the records of all other ranks, or raise the first failure among them."""
-        waiting, records = list(self._others), {}
-        failure = self._key(save, "failure")
+        failure, sent = self._key(save, "failure"), self._key(save, "sent")
+        keys = [self._key(save, f"part-{rank}") for rank in self._others]
 
-        def arrived(store: dist.Store) -> bool:
+        def all_sent(store: dist.Store) -> bool:
+            # Two requests a poll, however many ranks there are.
             if store.check([failure]):
                 record = orjson.loads(store.get(failure))
                 raise _error_from_plain(record, f"rank {record['rank']}: ")
-            for rank in [rank for rank in waiting if store.check([self._key(save, f"part-{rank}")])]:
-                key = self._key(save, f"part-{rank}")
-                records[rank] = store.get(key)
-                store.delete_key(key)
-                waiting.remove(rank)
-            return not waiting
+            return not keys or store.add(sent, 0) == len(keys)
 
-        self._poll_until(arrived, self._timeout_seconds, lambda: f"rank {', '.join(map(str, waiting))} wrote no part")
-        return records
+        def missing() -> str:
+            silent = [rank for rank, key in zip(self._others, keys, strict=True) if not self._call(_holds(key))]
+            return f"rank {', '.join(map(str, silent))} wrote no part"
+
+        self._poll_until(all_sent, self._timeout_seconds, missing)
+        if not keys:
+            return {}
+        records = self._call(lambda store: _get_all(store, keys))
+        for key in (*keys, sent):
+            self._call(lambda store, key=key: store.delete_key(key))
+        return dict(zip(self._others, records, strict=True))
 
     def send_outcome(self, save: str, outcome: SaveOutcome) -> None:
         """Tell the other ranks how a save ended."""
@@ -150,6 +158,16 @@ class SaveCoordinator:
         except RuntimeError as error:  # torch's DistError and its children
             first_line = str(error).split("\n", 1)[0]
             raise StorageError(f"the ranks cannot reach each other: {first_line}") from error
+
+
+def _holds(key: str) -> Callable[[dist.Store], bool]:
+    return lambda store: store.check([key])
+
+
+def _get_all(store: dist.Store, keys: list[str]) -> list[bytes]:
+    """Return the values of keys that exist: in one request where the store can."""
+    extended: Any = store  # its stubs know no `has_extended_api`
+    return extended.multi_get(keys) if extended.has_extended_api() else [store.get(key) for key in keys]
 
 
 def _error_to_plain(error: TrainshedError) -> dict[str, str | None]:

@@ -4,7 +4,7 @@
     checkpoints/best                            the one with the lowest validation loss, written after `latest`
     checkpoints/step-00000100/manifest.json     its commit: a folder without one is not a checkpoint
                               .metadata         PyTorch's table of contents, for `torch.distributed.checkpoint`
-                              pieces-0002.json  our index: the same with a checksum for every item (`index.py`)
+                              pieces-0002.bin   our index: the same with a checksum for every item (`index.py`)
                               __3_2.distcp      what rank 3 of attempt 2 wrote, in PyTorch's naming
 
 Names carry the attempt. A step that is saved again (after a crash before its commit, or while a zombie still
@@ -41,11 +41,13 @@ from trainshed.storage import Manifest, ObjectInfo, Store, join, parse
 from trainshed.storage.attempts import Attempt
 from trainshed.storage.manifest import MANIFEST
 
-FORMAT = 1
+FORMAT = 2
+"""In format 2 the index is binary arrays (`index.py`); in format 1 it is JSON."""
+POINTER_FORMAT = 1
 KIND = "checkpoint"
 METADATA, LATEST, BEST = ".metadata", "latest", "best"
 _POINTERS = {LATEST: "newest", BEST: "best"}
-_OF_ATTEMPT = re.compile(r"__\d+_(\d+)\.distcp|pieces-(\d+)\.json")
+_OF_ATTEMPT = re.compile(r"__\d+_(\d+)\.distcp|pieces-(\d+)\.(?:bin|json)")
 
 
 def checkpoints_folder(run_folder: str) -> str:
@@ -65,7 +67,7 @@ def rank_file_name(rank: int, attempt: int) -> str:
 
 def index_name(attempt: int) -> str:
     """The file of our index."""
-    return f"pieces-{attempt:04d}.json"
+    return f"pieces-{attempt:04d}.bin"
 
 
 def attempt_of(name: str) -> int | None:
@@ -117,7 +119,7 @@ class LatestPointer:
 
     def to_bytes(self) -> bytes:
         """The pointer as it is stored."""
-        document = {"format": FORMAT, "step": self.step, "attempt": self.attempt, "written_by": self.written_by}
+        document = {"format": POINTER_FORMAT, "step": self.step, "attempt": self.attempt, "written_by": self.written_by}
         return json.dumps(document, sort_keys=True).encode() + b"\n"
 
 
@@ -131,7 +133,7 @@ class BestPointer:
 
     def to_bytes(self) -> bytes:
         """The pointer as it is stored."""
-        document = {"format": FORMAT, "step": self.step, "loss": self.loss, "written_by": self.written_by}
+        document = {"format": POINTER_FORMAT, "step": self.step, "loss": self.loss, "written_by": self.written_by}
         return json.dumps(document, sort_keys=True).encode() + b"\n"
 
 
@@ -225,9 +227,9 @@ def _read_pointer(store: Store, folder: str, name: str, keys: Sequence[str], hin
     path = f"{folder}/{name}"
     try:
         document = json.loads(store.read(path))
-        if document["format"] > FORMAT:
+        if document["format"] > POINTER_FORMAT:
             raise CorruptData(
-                f"`{name}` has format {document['format']}, this Trainshed reads up to {FORMAT}",
+                f"`{name}` has format {document['format']}, this Trainshed reads up to {POINTER_FORMAT}",
                 where=join(store.url, path),
                 hint="upgrade Trainshed",
             )

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from trainshed.checkpoints.io import BufferPool, bytes_of
 from trainshed.checkpoints.native.folder import CompleteCheckpoint
@@ -47,8 +48,21 @@ def load_checkpoint(
 
     A tensor that the checkpoint does not hold is an error; with `strict=False` it is left as it is. Nothing is
     converted: shapes and dtypes must be those that were written.
+
+    Where shards name their replicas, all ranks call this together. The first of each group reads and checks the shard
+    and sends it to the others, which read nothing: neither the items nor their part of the index.
     """
-    stored = read_index(store, checkpoint)
+    own = {name: shard for name, shard in tensors.items() if all(axis.rank == 0 for axis in shard.replicas)}
+    if own:
+        _read_shards(store, checkpoint, own, strict=strict, workers=workers)
+    _broadcast_replicas(tensors)
+    return checkpoint.facts
+
+
+def _read_shards(
+    store: Store, checkpoint: CompleteCheckpoint, tensors: Mapping[str, TensorShard], *, strict: bool, workers: int
+) -> None:
+    stored = read_index(store, checkpoint, tensors)
     _check_fit(checkpoint, stored, tensors, strict, join(store.url, checkpoint.path))
     wanted: dict[tuple[str, int], _ItemRead] = {}
     for name, shard in tensors.items():
@@ -59,7 +73,22 @@ def load_checkpoint(
     with ThreadPoolExecutor(workers, thread_name_prefix="trainshed-load") as pool:
         for _ in pool.map(lambda run: _load_run(store, checkpoint, run, buffers), _adjacent_runs(ordered)):
             pass
-    return checkpoint.facts
+
+
+def _broadcast_replicas(tensors: Mapping[str, TensorShard]) -> None:
+    """Send every shard from the rank that has read it to all that hold the same one, along one axis after the other.
+
+    A rank takes part along an axis once it is the first of every later one: those that are not get the shard later.
+    """
+    for shard in tensors.values():
+        for number, axis in enumerate(shard.replicas):
+            if any(later.rank for later in shard.replicas[number + 1 :]) or not shard.local.numel():
+                continue
+            values = shard.local.detach()
+            sent = values.contiguous()
+            dist.broadcast(sent, group=axis.ranks, group_src=0)
+            if sent.data_ptr() != values.data_ptr():
+                values.copy_(sent)
 
 
 def _check_fit(
@@ -94,10 +123,9 @@ def _add_reads(name: str, stored: IndexedTensor, shard: TensorShard, wanted: dic
     target = shard.local.detach()
     sizes = tuple(target.shape)
     filled = 0
-    for item in stored.items:
+    for item in stored.overlapping(shard.global_offset, sizes):
         shared = overlap(item, shard.global_offset, sizes)
-        if shared is None:
-            continue
+        assert shared is not None, "it was chosen because it overlaps"
         read = wanted.setdefault((item.file, item.start), _ItemRead(name, stored.dtype, item))
         read.copies.append((*shared, target))
         filled += math.prod(part.stop - part.start for part in shared[0])

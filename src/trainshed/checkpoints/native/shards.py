@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
 import torch
 
+from trainshed.checkpoints.native.tables import PlannedBox, encode_boxes
 from trainshed.checkpoints.weights import dtype_name
+from trainshed.models.collectives import AxisGroup
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,16 @@ class TensorShard:
 
     Several ranks may hold the same shard (replicas); exactly one of them is its owner and writes it. A rank that holds
     nothing of a tensor (more ranks than rows) has a shard with a 0 in its shape.
+
+    `replicas` are the axes along which ranks hold the same shard. Where they are known, one rank reads the shard from
+    a checkpoint and the others get it from that rank; where they are not, each reads it.
     """
 
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
     local: torch.Tensor
     is_owner: bool = True
+    replicas: tuple[AxisGroup, ...] = ()
 
 
 # A reader must read a whole item to check it: small enough to hold several, large enough that requests do not matter.
@@ -83,6 +88,8 @@ class SavePlan:
     items: tuple[WriteItem, ...]
     staging_offsets: Mapping[str, int]
     size: int
+    boxes: bytes
+    """The boxes of all items, as they are sent to rank 0."""
     digest: str
 
 
@@ -108,9 +115,9 @@ def make_save_plan(tensors: Mapping[str, TensorShard], item_bytes: int = ITEM_BY
         staging_offsets[name] = start
         items += _split_into_items(name, shard, start, item_bytes)
         end = start + shard.local.nbytes
-    described = [(item.name, item.shape, item.dtype, item.offset, item.sizes) for item in items]
-    digest = hashlib.sha256(orjson.dumps(described)).hexdigest()
-    return SavePlan(save_plan_key(tensors), tuple(items), staging_offsets, end, digest)
+    boxes = encode_boxes([PlannedBox(item.name, item.shape, item.dtype, item.offset, item.sizes) for item in items])
+    digest = hashlib.sha256(boxes).hexdigest()
+    return SavePlan(save_plan_key(tensors), tuple(items), staging_offsets, end, boxes, digest)
 
 
 def _split_into_items(name: str, shard: TensorShard, start: int, item_bytes: int) -> list[WriteItem]:

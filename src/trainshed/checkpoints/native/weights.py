@@ -21,13 +21,7 @@ from typing import Self
 import torch
 
 from trainshed.checkpoints.io import BLOCK_BYTES, BufferPool, HashedFile, bytes_of, run_in_threads
-from trainshed.checkpoints.native.commit import (
-    ItemSpan,
-    RankFileRecord,
-    checkpoint_contents,
-    frame_item,
-    framed_item_bytes,
-)
+from trainshed.checkpoints.native.commit import frame_item, framed_item_bytes
 from trainshed.checkpoints.native.folder import (
     LATEST,
     METADATA,
@@ -43,6 +37,7 @@ from trainshed.checkpoints.native.folder import (
 from trainshed.checkpoints.native.index import IndexedItem, IndexedTensor, overlap, read_index
 from trainshed.checkpoints.native.reader import read_item
 from trainshed.checkpoints.native.shards import DTYPES, SavePlan, TensorShard, WriteItem, make_save_plan
+from trainshed.checkpoints.native.tables import ItemSpan, RankFileRecord, checkpoint_contents
 from trainshed.checkpoints.weights import (
     AdvanceProgress,
     OutputFile,
@@ -74,7 +69,8 @@ class NativeWeights:
         self._store = store
         self.config = read_checkpoint_config(store, self.checkpoint) if config is None else config
         where = join(store.url, self.checkpoint.path)
-        self._tensors = _match_tensors(self.config, read_index(store, self.checkpoint), where)
+        names = [name for name in self.checkpoint.facts["tensors"] if name.startswith(MODEL_PREFIX)]
+        self._tensors = _match_tensors(self.config, read_index(store, self.checkpoint, names), where)
         self._items = _ItemCache(store, self.checkpoint)
         self._buffers = BufferPool()
 
@@ -110,20 +106,20 @@ class NativeWeights:
         """Lend such a box for as long as the `with` block runs; where possible it is a view of a cached item."""
         box_ends(parameter, offset, shape)
         stored = self._tensors[parameter.name]
-        first = next(((item, shared) for item in stored.items if (shared := overlap(item, offset, shape))), None)
-        if first is not None and DTYPES[stored.dtype] == dtype:
-            item, (inside_item, inside_box) = first
-            if all(part == slice(0, length) for part, length in zip(inside_box, shape, strict=True)):
-                with self._items.borrow(parameter.name, stored.dtype, item) as tensor:
-                    yield tensor[inside_item]
-                return
+        items = stored.overlapping(offset, shape)
+        if len(items) == 1 and DTYPES[stored.dtype] == dtype:
+            shared = overlap(items[0], offset, shape)
+            assert shared is not None, "it was chosen because it overlaps"
+            with self._items.borrow(parameter.name, stored.dtype, items[0]) as tensor:
+                yield tensor[shared[0]]
+            return
         with self._buffers.borrow(shape, dtype) as box:
             self._fill(box, parameter, offset)
             yield box
 
     def _fill(self, box: torch.Tensor, parameter: Parameter, offset: Sequence[int]) -> None:
         stored = self._tensors[parameter.name]
-        for item in stored.items:
+        for item in stored.overlapping(offset, box.shape):
             shared = overlap(item, offset, box.shape)
             if shared is not None:
                 inside_item, inside_box = shared
@@ -223,7 +219,7 @@ def _mismatches(wanted: dict[str, Parameter], tensors: dict[str, IndexedTensor])
 UNIT_BYTES = 256_000_000
 """The size of one file: large enough that requests do not matter, small enough that every thread has files."""
 STEP, ATTEMPT = 0, 1
-_RECORD_SUFFIX = ".part.json"  # beside a file: its contents, for the index that is written after all files
+_RECORD_SUFFIX = ".part"  # beside a file: its contents, for the index that is written after all files
 
 
 class NativeWeightsWriter:
@@ -266,9 +262,7 @@ class NativeWeightsWriter:
 
             run_in_threads((partial(write_item, number, item) for number, item in enumerate(plan.items)), threads)
             entry = FileEntry(Path(output.path).name, starts[-1], hashed.checksum(starts[-1]))
-        record = RankFileRecord(
-            plan.digest, plan.items, tuple(spans[number] for number in range(len(plan.items))), entry
-        )
+        record = RankFileRecord.of(plan.digest, plan.boxes, [spans[number] for number in range(len(plan.items))], entry)
         file.with_name(file.name + _RECORD_SUFFIX).write_bytes(record.to_bytes())
         return entry.checksum
 
@@ -296,14 +290,15 @@ class NativeWeightsWriter:
                 saved = handle.read(framed_item_bytes(item))
                 spans.append(ItemSpan(hasher.size, len(saved), checksum_of(saved)))
                 hasher.update(saved)
-        return RankFileRecord(plan.digest, plan.items, tuple(spans), FileEntry(file.name, hasher.size, hasher.checksum))
+        entry = FileEntry(file.name, hasher.size, hasher.checksum)
+        return RankFileRecord.of(plan.digest, plan.boxes, spans, entry)
 
     def _write_tables(self, store: LocalStore, parts: list[RankFileRecord]) -> None:
         spec = {"model": self.config.model_dump(mode="json", by_alias=True, exclude_none=True)}
         contents = checkpoint_contents(parts, STEP, ATTEMPT, spec)
         store.put(f"{self._folder}/{index_name(ATTEMPT)}", contents.index)
         store.put(f"{self._folder}/{METADATA}", contents.metadata)
-        contents.manifest.write(store, f"{self._folder}/{MANIFEST}")
+        store.put(f"{self._folder}/{MANIFEST}", contents.manifest)
 
     def _plan(self, group: Sequence[Parameter]) -> SavePlan:
         shards = {

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from trainshed.checkpoints.native.commit import (
-    RankFileRecord,
     commit_best,
     commit_checkpoint,
     write_index_files,
@@ -34,9 +33,10 @@ from trainshed.checkpoints.native.folder import (
     remove_leftovers,
     step_folder,
 )
-from trainshed.checkpoints.native.shards import DTYPES, SavePlan, TensorShard, WriteItem, make_save_plan, save_plan_key
+from trainshed.checkpoints.native.shards import DTYPES, SavePlan, TensorShard, make_save_plan, save_plan_key
+from trainshed.checkpoints.native.tables import CheckpointContents, RankFileRecord
 from trainshed.errors import TrainshedError
-from trainshed.storage import Manifest, join
+from trainshed.storage import join
 from trainshed.storage.attempts import Attempt
 
 
@@ -118,7 +118,7 @@ class BackgroundSave:
         self._keep, self._spec, self._on_event = keep, dict(spec), on_event
         self._folder = checkpoints_folder(attempt.run_folder)
         self._known_plan: str | None = None
-        self._known_items: dict[str, tuple[WriteItem, ...]] = {}
+        self._known_boxes: dict[str, bytes] = {}
         self._first = True
 
     def run(
@@ -155,7 +155,7 @@ class BackgroundSave:
             self._coordinator.send_failure(save, as_trainshed_error(error))
         else:
             known = self._known_plan == plan.digest
-            self._coordinator.send_record(save, (part.without_items() if known else part).to_bytes())
+            self._coordinator.send_record(save, (part.without_boxes() if known else part).to_bytes())
         return self._coordinator.wait_for_outcome(save)
 
     def _save_as_rank_0(
@@ -173,16 +173,16 @@ class BackgroundSave:
             self._remove_leftovers_once()
             own = self._write_part(step, plan, staged)
             gathered = self._coordinator.wait_for_records(save)
-            parts = [own, *(self._with_items(RankFileRecord.from_bytes(gathered[rank])) for rank in sorted(gathered))]
-            manifest = write_index_files(self._attempt, self._folder, step, parts, self._spec, facts)
+            parts = [own, *(self._with_boxes(RankFileRecord.from_bytes(gathered[rank])) for rank in sorted(gathered))]
+            contents = write_index_files(self._attempt, self._folder, step, parts, self._spec, facts)
             discard = False  # the manifest may exist even where its request seems to fail
-            commit_checkpoint(self._attempt, self._folder, step, manifest, best_loss)
+            commit_checkpoint(self._attempt, self._folder, step, contents.manifest, best_loss)
         except Exception as error:
             outcome = SaveOutcome(as_trainshed_error(error), discard)
         else:
             outcome = SaveOutcome()
-            self._known_items = {part.plan_digest: part.items for part in parts if part.items is not None}
-            self._emit_committed(step, manifest, time.monotonic() - started)
+            self._known_boxes = {part.plan_digest: part.boxes for part in parts if part.boxes is not None}
+            self._emit_committed(step, contents, time.monotonic() - started)
             if best_loss is not None:
                 self._on_event("checkpoint", step=step, phase="best", loss=best_loss)
             self._retain(step)
@@ -200,12 +200,12 @@ class BackgroundSave:
         name = rank_file_name(self._rank, self._attempt.number)
         return write_rank_file(self._attempt.store, step_folder(self._folder, step), name, plan, staged)
 
-    def _with_items(self, part: RankFileRecord) -> RankFileRecord:
-        return part if part.items is not None else replace(part, items=self._known_items[part.plan_digest])
+    def _with_boxes(self, part: RankFileRecord) -> RankFileRecord:
+        return part if part.boxes is not None else replace(part, boxes=self._known_boxes[part.plan_digest])
 
-    def _emit_committed(self, step: int, manifest: Manifest, seconds: float) -> None:
+    def _emit_committed(self, step: int, contents: CheckpointContents, seconds: float) -> None:
         path = join(self._attempt.store.url, step_folder(self._folder, step))
-        size = manifest.total_bytes
+        size = contents.total_bytes
         self._on_event("checkpoint", step=step, phase="committed", seconds=seconds, bytes=size, path=path)
 
     def _remove_leftovers_once(self) -> None:

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from trainshed.engines.torch.float8 import convert_to_float8
-from trainshed.engines.torch.parallel import ParallelMesh, apply_fsdp, check_sharding
+from trainshed.engines.torch.parallel import ParallelMesh, apply_fsdp, check_sharding, shard_axis
+from trainshed.models.collectives import SINGLE_RANK, AxisGroup
 from trainshed.models.decoder import DecoderStage, DecoderStageSpec, LossNormalization, Regularization
 from trainshed.models.layers import Linear
 from trainshed.models.lora import add_adapters
@@ -42,7 +43,8 @@ class ParameterShard:
     tokens, or computes only some columns, so their gradients are parts of a sum. `partial_over_etp` marks those that
     every expert-tensor-parallel rank holds whole. `tied` marks the embedding that the first and last stage share.
     `gates_first` is the dim along which a frozen tensor has all gates before all ups, within the box that model
-    parallelism gives this rank; None: it is stored as the table has it.
+    parallelism gives this rank; None: it is stored as the table has it. `replicas` are the axes along which ranks hold
+    the same box; its owner is the first of each.
     """
 
     parameter: Parameter
@@ -53,6 +55,7 @@ class ParameterShard:
     partial_over_etp: bool
     tied: bool
     gates_first: int | None = None
+    replicas: tuple[AxisGroup, ...] = ()
 
     @property
     def name(self) -> str:
@@ -99,35 +102,34 @@ def collect_parameter_shards(
     table = {parameter.name: parameter for parameter in parameters(config)}
     if lora is not None:
         table |= {parameter.name: parameter for parameter in lora_parameters(config, lora, added)}
-    layout, coordinates = mesh.layout, mesh.coordinates
+    layout = mesh.layout
     shards: list[ParameterShard] = []
     for stage in stages:
         for name, tensor in stage.named_parameters():
             parameter = table[name]
             offset, shape = model_parallel_box(parameter, mesh)
-            first_copy = True
             if isinstance(tensor, DTensor):
                 offset = _fsdp_offset(tensor, offset, shape)
-                first_copy = tensor.device_mesh.get_local_rank("replicate") == 0
             tied = config.tied_embeddings and layout.pp > 1 and name.startswith("embedding.")
             whole_on_tp = parameter.tp_dim is None and not parameter.expert
             whole_on_etp = parameter.tp_dim is None and parameter.expert
-            owner = (
-                first_copy
-                and not (tied and coordinates.pp != 0)
-                and not (whole_on_tp and coordinates.tp != 0)
-                and not (whole_on_etp and coordinates.etp != 0)
+            replicas = (
+                mesh.tied_embedding if tied else SINGLE_RANK,
+                mesh.axes.tp if whole_on_tp else SINGLE_RANK,
+                mesh.axes.etp if whole_on_etp else SINGLE_RANK,
+                _fsdp_copies(tensor),
             )
             shards.append(
                 ParameterShard(
                     parameter,
                     tensor,
                     offset,
-                    owner,
+                    all(axis.rank == 0 for axis in replicas),
                     whole_on_tp and layout.tp > 1,
                     whole_on_etp and layout.etp > 1,
                     tied,
                     _gates_first_dim(stage, parameter),
+                    tuple(axis for axis in replicas if axis.size > 1),
                 )
             )
     return shards
@@ -143,12 +145,21 @@ def _gates_first_dim(stage: DecoderStage, parameter: Parameter) -> int | None:
     return None if module.gate_up_interleaved else int(parameter.expert)
 
 
+def _fsdp_copies(tensor: torch.Tensor) -> AxisGroup:
+    """Return the ranks that hold copies of FSDP's shard."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1:
+        return SINGLE_RANK
+    group = tensor.device_mesh.get_group("replicate")
+    return AxisGroup(group.size(), group.rank(), group)
+
+
 def _fsdp_offset(tensor: DTensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return where FSDP's shard begins. It cuts one dim into ceil(length / ranks) each; the last are short or empty."""
     placement = next((placement for placement in tensor.placements if isinstance(placement, Shard)), None)
     if placement is None:
         return offset
-    ranks, rank = tensor.device_mesh.size(1), tensor.device_mesh.get_local_rank("shard")
+    axis = shard_axis(tensor.device_mesh)
+    ranks, rank = axis.size(), axis.get_local_rank()
     length = shape[placement.dim]
     start = min(rank * -(-length // ranks), length)
     shard_offset = list(offset)

@@ -13,20 +13,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
+from trainshed.engines.torch.process_groups import ProcessGroups
 from trainshed.errors import InputError
 from trainshed.models.collectives import SINGLE_RANK, AxisGroup, ParallelAxes
 from trainshed.models.decoder import DecoderStage, Embedding
 from trainshed.models.moe import MoE
 from trainshed.plan.layout import MeshCoordinates, RankLayout
+from trainshed.recipe import ModelConfig
 
 
 @dataclass(frozen=True)
 class ParallelMesh:
     """This rank's coordinates and process groups.
 
-    `fsdp_mesh` and `expert_fsdp_mesh` are the (replicate, shard) meshes over which FSDP shards dense and expert
-    tensors; None if every such mesh is a single rank. `tied_embedding` joins the first and the last pipeline stage; on
-    other stages it is a single rank.
+    `fsdp_mesh` and `expert_fsdp_mesh` are the meshes over which FSDP shards dense and expert tensors: (replicate,
+    shard), or (shard) where there is one copy; None if every such mesh is a single rank. `tied_embedding` joins the
+    first and the last pipeline stage of a model with tied embeddings; elsewhere it is a single rank.
     """
 
     layout: RankLayout
@@ -37,6 +39,15 @@ class ParallelMesh:
     fsdp_mesh: DeviceMesh | None
     expert_fsdp_mesh: DeviceMesh | None
     tied_embedding: AxisGroup
+    group_count: int = 0
+    """How many process groups this rank is in."""
+
+    @property
+    def world(self) -> AxisGroup:
+        """All ranks."""
+        if self.layout.world_size == 1:
+            return SINGLE_RANK
+        return AxisGroup(self.layout.world_size, dist.get_rank(), dist.group.WORLD)
 
     @property
     def reads_tokens(self) -> bool:
@@ -49,79 +60,64 @@ def single_rank_mesh(layout: RankLayout, device: torch.device) -> ParallelMesh:
     return ParallelMesh(layout, layout.coordinates(0), device, ParallelAxes(), SINGLE_RANK, None, None, SINGLE_RANK)
 
 
-def build_mesh(layout: RankLayout, device: torch.device) -> ParallelMesh:
-    """Make the process groups; every rank of the world calls this together."""
+def build_mesh(layout: RankLayout, device: torch.device, config: ModelConfig) -> ParallelMesh:
+    """Make the process groups that a model needs; every rank of the world calls this together."""
     if layout.world_size == 1:
         return single_rank_mesh(layout, device)
-    rank = dist.get_rank()
-    ranks = torch.arange(layout.world_size).view(layout.dense_shape)
-    pp, copies, shard, cp, tp = layout.dense_shape
-    dense = _AxisGroups(device, ranks, ("pp", "replicate", "shard", "cp", "tp"))
-    sequence = _AxisGroups(device, ranks.reshape(pp, copies, shard, cp * tp), ("pp", "replicate", "shard", "sequence"))
-    expert = _AxisGroups(device, ranks.view(layout.expert_shape), ("pp", "edp", "ep", "etp"))
+    groups = ProcessGroups(device)
+    ranks = torch.arange(layout.world_size)
+    dense, expert = ranks.view(layout.dense_shape), ranks.view(layout.expert_shape)
     axes = ParallelAxes(
-        tp=dense.group("tp"),
-        cp=dense.group("cp"),
-        ep=expert.group("ep"),
-        etp=expert.group("etp"),
-        sequence=sequence.group("sequence"),
+        tp=groups.axis(_along(dense, 4)),
+        cp=groups.axis(_along(dense, 3)),
+        ep=groups.axis(_along(expert, 2)),
+        etp=groups.axis(_along(expert, 3)),
+        sequence=groups.axis(dense.reshape(-1, layout.cp * layout.tp)),
     )
     fsdp_mesh = expert_fsdp_mesh = None
     if max(layout.dp * layout.cp, layout.edp if layout.ep * layout.etp < layout.stage_ranks else 1) > 1:
-        fsdp_mesh, expert_fsdp_mesh = _fsdp_meshes(layout, device, ranks)
+        dense_ranks, expert_ranks = _fsdp_ranks(layout, ranks)
+        fsdp_mesh = _fsdp_mesh(groups, dense_ranks)
+        expert_fsdp_mesh = fsdp_mesh if config.moe is None else _fsdp_mesh(groups, expert_ranks)
+    pp, tied_embedding = groups.axis(_along(dense, 0)), SINGLE_RANK
+    if config.tied_embeddings and layout.pp > 1:
+        # Pairs of ranks on the first and last stage that hold the same part of the embedding.
+        tied_embedding = groups.axis(dense[[0, -1]].flatten(1).t())
     return ParallelMesh(
         layout,
-        layout.coordinates(rank),
+        layout.coordinates(dist.get_rank()),
         device,
         axes,
-        dense.group("pp"),
+        pp,
         fsdp_mesh,
         expert_fsdp_mesh,
-        _tied_embedding_group(layout, ranks, rank),
+        tied_embedding,
+        groups.count,
     )
 
 
-class _AxisGroups:
-    """Groups along the axes of one arrangement of the ranks; axes of length 1 get none."""
-
-    def __init__(self, device: torch.device, ranks: torch.Tensor, names: tuple[str, ...]) -> None:
-        long_axes = [axis for axis, length in enumerate(ranks.shape) if length > 1]
-        self._names = [names[axis] for axis in long_axes]
-        self._mesh = DeviceMesh(
-            device.type, ranks.reshape([ranks.shape[axis] for axis in long_axes]), mesh_dim_names=tuple(self._names)
-        )
-
-    def group(self, name: str) -> AxisGroup:
-        if name not in self._names:
-            return SINGLE_RANK
-        group = self._mesh.get_group(name)
-        return AxisGroup(group.size(), group.rank(), group)
+def _along(ranks: torch.Tensor, axis: int) -> torch.Tensor:
+    """Return the groups along one axis of an arrangement of the ranks: [groups, length of the axis]."""
+    return ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis])
 
 
-def _fsdp_meshes(layout: RankLayout, device: torch.device, ranks: torch.Tensor) -> tuple[DeviceMesh, DeviceMesh]:
-    """Return the (replicate, shard) meshes of dense and of expert tensors: who holds copies, who shards one copy."""
+def _fsdp_ranks(layout: RankLayout, ranks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return who holds copies of dense and of expert tensors and who shards one copy: [meshes, copies, shard]."""
     pp, copies, shard, cp, tp = layout.dense_shape
-    dense = ranks.permute(0, 4, 1, 2, 3).reshape(pp * tp, copies, shard * cp)
+    dense = ranks.view(layout.dense_shape).permute(0, 4, 1, 2, 3).reshape(pp * tp, copies, shard * cp)
     expert_copies = copies if layout.shard != "none" else 1
     expert = ranks.view(pp, expert_copies, layout.edp // expert_copies, layout.ep * layout.etp)
     expert = expert.permute(0, 3, 1, 2).reshape(-1, expert_copies, layout.edp // expert_copies)
     if layout.shard == "none":
         dense, expert = dense.reshape(len(dense), -1, 1), expert.reshape(len(expert), -1, 1)
-    names = ("others", "replicate", "shard")
-    meshes = [DeviceMesh(device.type, mesh.contiguous(), mesh_dim_names=names) for mesh in (dense, expert)]
-    return meshes[0]["replicate", "shard"], meshes[1]["replicate", "shard"]
+    return dense, expert
 
 
-def _tied_embedding_group(layout: RankLayout, ranks: torch.Tensor, rank: int) -> AxisGroup:
-    """Return the pair of ranks on the first and last stage that hold the same part of a tied embedding."""
-    if layout.pp == 1:
-        return SINGLE_RANK
-    group_of_rank = SINGLE_RANK
-    for pair in ranks[[0, -1]].flatten(1).t().tolist():
-        group = dist.new_group(pair)
-        if rank in pair and isinstance(group, dist.ProcessGroup):
-            group_of_rank = AxisGroup(2, pair.index(rank), group)
-    return group_of_rank
+def _fsdp_mesh(groups: ProcessGroups, ranks: torch.Tensor) -> DeviceMesh:
+    """Return the mesh of FSDP; without copies it is a plain `shard` axis, and no gradient is summed over one rank."""
+    if ranks.shape[1] == 1:
+        return groups.mesh(ranks[:, 0], ("shard",))
+    return groups.mesh(ranks, ("replicate", "shard"))
 
 
 def check_sharding(mesh: ParallelMesh) -> None:
@@ -139,7 +135,7 @@ def check_sharding(mesh: ParallelMesh) -> None:
 def apply_fsdp(stage: DecoderStage, mesh: ParallelMesh, dtype: torch.dtype, master_dtype: torch.dtype) -> None:
     """Shard a stage's tensors over the data-parallel ranks with FSDP2, layer by layer.
 
-    All sharding modes are FSDP2 over a (replicate, shard) mesh. They differ in how long weights and gradients stay
+    All sharding modes are FSDP2 over the mesh of `_fsdp_mesh`. They differ in how long weights and gradients stay
     unsharded, which `set_gradient_sync` sets for each micro-batch.
 
     Embedding and head are groups of their own, gathered for the time of their use. A tied embedding is used at both
@@ -159,7 +155,7 @@ def apply_fsdp(stage: DecoderStage, mesh: ParallelMesh, dtype: torch.dtype, mast
         modules.append(shard(stage.embedding, mesh=mesh.fsdp_mesh))
     for block in stage.layers.values():
         if isinstance(block.mlp, MoE):
-            placement = _expert_placement(mesh.expert_fsdp_mesh.size(1))
+            placement = _expert_placement(shard_axis(mesh.expert_fsdp_mesh).size())
             modules.append(shard(block.mlp.experts, mesh=mesh.expert_fsdp_mesh, shard_placement_fn=placement))
         modules.append(shard(block, mesh=mesh.fsdp_mesh))
     if stage.spec.last and not stage.config.tied_embeddings:
@@ -202,6 +198,11 @@ def set_gradient_sync(stage: nn.Module, layout: RankLayout, *, last: bool) -> No
     stage.set_requires_gradient_sync(last or layout.shard in ("zero2", "full"))
     stage.set_requires_all_reduce(last or layout.replicas == 1)
     stage.set_reshard_after_backward(last or layout.shard == "full")
+
+
+def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the axis of an FSDP mesh along which one copy is sharded."""
+    return mesh if mesh.ndim == 1 else mesh["shard"]
 
 
 def _expert_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:

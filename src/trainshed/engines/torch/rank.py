@@ -162,7 +162,7 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     _emit_start(job, session.device, session.health, emit)
     emit("phase", name="rendezvous", seconds=session.rendezvous_seconds)
     init_process_groups(env, session.device, session.store, session.health, watchdog.budgets)
-    mesh = build_mesh(job.layout, session.device)
+    mesh = build_mesh(job.layout, session.device, job.config)
     emit("phase", name="process_groups", seconds=time.monotonic() - began)
     began = time.monotonic()
     watchdog.heartbeat(None, "load")

@@ -24,7 +24,6 @@ from trainshed.checkpoints.native.folder import (
     CompleteCheckpoint,
     checkpoints_folder,
     latest_complete,
-    open_checkpoint,
 )
 from trainshed.checkpoints.native.reader import load_checkpoint
 from trainshed.checkpoints.native.shards import TensorShard
@@ -33,7 +32,7 @@ from trainshed.data.order import DataOrder
 from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.batch_loader import LocalBatch, to_local_batch
 from trainshed.engines.torch.learning_rate import DecaySpan, check_resumed_decay
-from trainshed.engines.torch.model import RankModel
+from trainshed.engines.torch.model import ParameterShard, RankModel
 from trainshed.engines.torch.optimizer_registry import RankOptimizer
 from trainshed.engines.torch.rank_env import EventEmitter, TrainJob
 from trainshed.engines.torch.step import StepRunner
@@ -41,21 +40,34 @@ from trainshed.engines.torch.weights import init_base_adapters, init_model, load
 from trainshed.errors import InputError
 from trainshed.models.loss import IGNORE_INDEX
 from trainshed.reporting import SILENT, ProgressTask
-from trainshed.storage import Store, join
+from trainshed.storage import FileEntry, Manifest, Store, join
 from trainshed.storage.attempts import Attempt
 
 
 def state_tensors(model: RankModel, optimizer: RankOptimizer) -> dict[str, TensorShard]:
     """Return every tensor of the state under its global name; loading fills these tensors in place."""
+    shards = {shard.name: shard for shard in model.shards}
     tensors = {
-        f"model.{shard.name}": TensorShard(shard.parameter.shape, shard.offset, shard.local_tensor, shard.owner)
-        for shard in model.shards
+        f"model.{name}": TensorShard(
+            shard.parameter.shape, shard.offset, shard.local_tensor, shard.owner, shard.replicas
+        )
+        for name, shard in shards.items()
     }
+    for name, state in optimizer.state_tensors().items():
+        tensors[name] = _with_replicas(state, shards.get(name.split(".", 2)[-1]))
     coordinates = model.mesh.coordinates
     owner = not any((coordinates.pp, coordinates.dp, coordinates.cp, coordinates.tp))
-    return (
-        tensors | dict(optimizer.state_tensors()) | {"optimizer.updates": TensorShard((), (), optimizer.updates, owner)}
-    )
+    world = model.mesh.world
+    replicas = () if world.size == 1 else (world,)
+    return tensors | {"optimizer.updates": TensorShard((), (), optimizer.updates, owner, replicas)}
+
+
+def _with_replicas(state: TensorShard, shard: ParameterShard | None) -> TensorShard:
+    """Return a state of a weight that is sharded like the weight with the weight's replicas."""
+    if shard is None or (state.global_shape, state.global_offset) != (shard.parameter.shape, shard.offset):
+        return state
+    same_box = state.local.shape == shard.local_tensor.shape
+    return replace(state, replicas=shard.replicas) if same_box else state
 
 
 def state_facts(
@@ -147,13 +159,38 @@ def find_resume_point(
             emit("warning", text=warning)
         best = settle_best(attempt, checkpoint, wanted=job.recipe.checkpoint.best is not None, reporter=reporter)
         if store is not None:
-            path = None if checkpoint is None else checkpoint.path
-            store.set("resume", orjson.dumps({"path": path, "best": None if best is None else asdict(best)}).decode())
+            plain = None if checkpoint is None else _checkpoint_to_plain(checkpoint)
+            best_plain = None if best is None else asdict(best)
+            store.set("resume", orjson.dumps({"checkpoint": plain, "best": best_plain}).decode())
         return ResumePoint(checkpoint, best)
     assert store is not None
     message = orjson.loads(store.get("resume"))
-    checkpoint = None if message["path"] is None else open_checkpoint(attempt.store, message["path"])
+    checkpoint = None if message["checkpoint"] is None else _checkpoint_from_plain(message["checkpoint"])
     return ResumePoint(checkpoint, None if message["best"] is None else BestPointer(**message["best"]))
+
+
+def _checkpoint_to_plain(checkpoint: CompleteCheckpoint) -> dict[str, Any]:
+    """Return what the other ranks need of a checkpoint: without the list of all ranks' files and of all tensors.
+
+    Every rank reading the whole manifest is gigabytes from one object at 4,096 ranks.
+    """
+    manifest, index = checkpoint.manifest, checkpoint.facts["pieces"]
+    return {
+        "step": checkpoint.step,
+        "path": checkpoint.path,
+        "attempt": checkpoint.attempt,
+        "kind": manifest.kind,
+        "spec": manifest.spec,
+        "facts": {name: value for name, value in manifest.facts.items() if name != "tensors"},
+        "files": [asdict(entry) for entry in manifest.files if entry.path == index],
+    }
+
+
+def _checkpoint_from_plain(plain: Mapping[str, Any]) -> CompleteCheckpoint:
+    manifest = Manifest(
+        plain["kind"], plain["spec"], tuple(FileEntry(**entry) for entry in plain["files"]), plain["facts"]
+    )
+    return CompleteCheckpoint(plain["step"], plain["path"], plain["attempt"], manifest)
 
 
 def _check_resume_policy(job: TrainJob, checkpoint: CompleteCheckpoint | None) -> None:

@@ -225,6 +225,8 @@ def _container_mounts(job: Job, store: str, setup: FabricSetup | None) -> list[s
     mounts = [f"{store}:{store}"]
     for volume in job.cluster.volumes:
         mounts.append(f"{volume.path}:{volume.mount}" + (":ro" if volume.read_only else ""))
+    if job.cluster.local_disk is not None:
+        mounts.append(f"{job.cluster.local_disk}:{job.cluster.local_disk}")
     mounts += setup.slurm.mounts if setup is not None else ()
     for mount in mounts:
         if "," in mount:

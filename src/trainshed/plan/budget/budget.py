@@ -239,7 +239,7 @@ def run_budget(training: TrainingShape, prediction: LayoutPrediction, terms: Run
     saving = None
     if terms.checkpoint_every is not None:
         saving = checkpoint_warning(checkpoint, terms.checkpoint_every * step, asynchronous=terms.asynchronous)
-    warnings = (saving, supply_warning(supply, step), host_memory_warning(memory))
+    warnings = (saving, supply_warning(supply, step, terms.engine), host_memory_warning(memory))
     budget = RunBudget(
         checkpoint,
         run_goodput,

@@ -151,11 +151,14 @@ def token_supply(
     )
 
 
-def supply_warning(supply: TokenSupply, step_seconds: float) -> str | None:
+def supply_warning(supply: TokenSupply, step_seconds: float, engine: str = "torch") -> str | None:
     """Say that the step waits for its tokens; None if it does not."""
     if not supply.limits_the_step or supply.read_seconds is None:
         return None
+    advice = "keep the tokens on faster storage, and name it as `storage:` in the cluster file"
+    if engine == "torch" and supply.stage == "direct":
+        advice = f"copy them to the nodes with `data.stage: nvme` or `shm`, or {advice}"
     return (
         f"a step's tokens take {supply.read_seconds:.3g} s to read and the step {step_seconds:.3g} s: the data limits "
-        "it; keep the tokens on faster storage, and name it as `storage:` in the cluster file"
+        f"it; {advice}"
     )

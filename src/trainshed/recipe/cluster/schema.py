@@ -364,6 +364,12 @@ class Cluster(Section):
         examples=[["module load cuda/12.8", "source /shared/site.sh"]],
     )
     volumes: Annotated[tuple[Volume, ...], Field(strict=False)] = Field((), description="Storage mounted into jobs")
+    local_disk: MountPath | None = Field(
+        None,
+        description="A folder on each node's own disk, as jobs see it, for `data.stage: nvme`; left out on Kubernetes: "
+        "the mount of the volume with `host`",
+        examples=["/ssd"],
+    )
     limits: JobLimits = Field(default_factory=JobLimits, description="What jobs may take")
     capacity: Capacity = Field(default_factory=Capacity, description="Under which terms nodes are taken")
     notify: Notifications | None = Field(
@@ -393,6 +399,14 @@ class Cluster(Section):
     def store_root(self) -> str:
         """Return the root of artefacts and runs."""
         return self.store or LOCAL_STORE
+
+    @property
+    def node_disk(self) -> str | None:
+        """Return the folder on each node's own disk: `local_disk`, or the only writable volume that is a `host`'s."""
+        if self.local_disk is not None:
+            return self.local_disk
+        mounts = [volume.mount for volume in self.volumes if volume.host is not None and not volume.read_only]
+        return mounts[0] if len(mounts) == 1 else None
 
     @property
     def places(self) -> SourceMap:

@@ -207,6 +207,7 @@ KEY_SUPPORT: dict[str, KeySupport] = {
     ),
     "volumes.*.read_only": KeySupport(("slurm", "kubernetes")),
     "volumes.*.options": _POD_VOLUME,
+    "local_disk": KeySupport(shown="node"),
     "limits": _OF_JOBS,
     "limits.hours": KeySupport(
         ("slurm", "kubernetes"), elsewhere={"ray": ("Ray ends no job by the clock", "delete it")}
