@@ -31,12 +31,13 @@ from trainshed.observe.run_status import read_run_status
 from trainshed.observe.stages import StageRecorder
 from trainshed.plan import RankLayout
 from trainshed.plugins import plugins_not_run
-from trainshed.recipe import Cluster, Recipe, load_cluster, load_recipe, run_id, to_yaml
+from trainshed.recipe import Cluster, ModelConfig, Recipe, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.load import run_identity
+from trainshed.recipe.phase_spans import PhaseSpan, with_rope_base
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_path, store_of
 from trainshed.storage import LocalStore, StoreOptions
-from trainshed.workflow.layout import planned_layout, weights_architecture
+from trainshed.workflow.layout import phase_layouts, planned_layout, weights_architecture
 from trainshed.workflow.prepare import (
     PreparedRun,
     checkpoint_home,
@@ -93,16 +94,23 @@ def check_resumable(start: RunStart, steps: int | None, options: StoreOptions | 
 
     if steps is None or start.recipe.checkpoint.resume == "fresh":
         return
+    phased = start.recipe.train.phases is not None
     checkpoint = _last_checkpoint(start, options)
     if checkpoint is None:
         return
     done = checkpoint.step
     if done <= steps:
-        check_resumed_decay(start.recipe, steps, checkpoint)
+        if not phased:
+            check_resumed_decay(start.recipe, steps, checkpoint)
         return
-    key = next(key for key in ("steps", "tokens", "epochs") if getattr(start.recipe.train, key) is not None)
+    key = (
+        "phases"
+        if phased
+        else next(key for key in ("steps", "tokens", "epochs") if getattr(start.recipe.train, key) is not None)
+    )
     length = f"train.steps is {steps:,}" if key == "steps" else f"train.{key} comes to {steps:,} steps"
     more = f"write train.steps={done} or more" if key == "steps" else f"write more in train.{key}"
+    more = "make the last phase longer" if phased else more
     raise InputError(
         f"{done:,} steps of {start.run} are done already, and {length}",
         where=start.recipe.where(f"train.{key}"),
@@ -184,8 +192,13 @@ def check_trainable(recipe: Recipe, cluster: Cluster, *, keys: dict[str, object]
 
 def train_job(run: PreparedRun, layout: RankLayout, options: StoreOptions | None = None) -> TrainJob:
     """Return what a rank of this run is asked to train."""
-    from trainshed.engines.torch.rank_env import TrainJob
+    from trainshed.engines.torch.rank_env import PhaseJob, TrainJob
 
+    layouts = phase_layouts(run.recipe, layout)
+    phases = tuple(
+        PhaseJob(phase.span, phase.train, phase.validations, _phase_config(run, phase.span), phase_layout)
+        for phase, phase_layout in zip(run.phases, layouts, strict=True)
+    )
     return TrainJob(
         recipe=run.recipe,
         config=run.config,
@@ -193,14 +206,21 @@ def train_job(run: PreparedRun, layout: RankLayout, options: StoreOptions | None
         name=run.id,
         steps=run.steps,
         order=run.order,
-        validation=run.validation,
+        validations=run.validations,
         store=LocalStore(run.folder),
         folder="",
         base=run.base,
         checkpoint_home=checkpoint_home(run.recipe, run.id, options),
         prompts=run.prompts,
         added=run.added,
+        phases=phases,
     )
+
+
+def _phase_config(run: PreparedRun, span: PhaseSpan) -> ModelConfig:
+    """Return the architecture of a phase: the run's, with the base of rotary frequencies that the phase has."""
+    config = span.recipe.model.config
+    return run.config if config is None or config.rope is None else with_rope_base(run.config, config.rope.base)
 
 
 LayoutKeys = dict[str, object]

@@ -343,7 +343,7 @@ def _full_size_run(recipe: Recipe, cluster: Cluster) -> PreparedRun:
     train = recipe.train.model_copy(update={"steps": 1, "tokens": None, "epochs": None})
     recipe = recipe.model_copy(update={"model": model, "data": data, "train": train})
     orders = run_orders(recipe, RunTokens(()), Path(), build=False)
-    return PreparedRun(recipe, "whole", Path(), RunTokens(()), 1, orders.train, None, None, None)
+    return PreparedRun(recipe, "whole", Path(), RunTokens(()), 1, orders.train, {}, None, None)
 
 
 def _shrink_to_fit(whole: PreparedRun, layout: RankLayout, reporter: Reporter) -> tuple[ShrunkRun, bool]:

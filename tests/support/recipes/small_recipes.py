@@ -80,7 +80,7 @@ def small_job(folder: Path, recipe: Recipe, layout: str, *, uneven: bool = False
         name=folder.name,
         steps=orders.steps,
         order=orders.train,
-        validation=orders.validation,
+        validations=orders.validations,
         store=LocalStore(folder),
         folder="",
     )
