@@ -12,7 +12,6 @@ from trainshed.cli.console import Output
 if TYPE_CHECKING:
     from trainshed.data.chat.tokenize import ChatSettings
     from trainshed.data.order import DataOrder
-    from trainshed.data.sampling.blend import SourceBudget
     from trainshed.data.tokenize.tokenizer import Tokenizer
 
 
@@ -433,34 +432,58 @@ def blend(
 
     for_recipe, for_cluster = split_overrides(overrides)
     run = open_run(load_recipe(recipe, for_recipe), load_cluster(on, for_cluster))
-    budgets = run.order.budget(run.steps)
-    sizes = [source.tokens for source in run.order.sources]
-    data = {
+    if not run.phases:
+        data = _blend_report(run.order, 0, run.steps)
+        print_report({"schema": "trainshed.data.sampling.blend/1"} | data, output, _blend_table(data))
+        return 0
+    phases = [
+        {"name": phase.span.name} | _blend_report(phase.train, phase.span.start, phase.span.end) for phase in run.phases
+    ]
+    report = {
         "schema": "trainshed.data.sampling.blend/1",
         "steps": run.steps,
-        "samples": sum(budget.samples for budget in budgets),
-        "sequence_length": run.order.sequence_length,
-        "sources": [asdict(budget) | {"source_tokens": size} for budget, size in zip(budgets, sizes, strict=True)],
+        "samples": sum(phase["samples"] for phase in phases),
+        "phases": phases,
     }
-    print_report(data, output, _blend_table(run.steps, budgets, sizes))
+    tables = [
+        f"{phase['name']}, samples of {phase['sequence_length']:,} tokens\n{_blend_table(phase)}" for phase in phases
+    ]
+    print_report(report, output, "\n\n".join(tables))
     return 0
 
 
-def _blend_table(steps: int, budgets: list[SourceBudget], sizes: list[int | None]) -> str:
+def _blend_report(order: DataOrder, start: int, end: int) -> dict[str, Any]:
+    """What the steps from `start` to `end` of a run draw; epochs count from the start of the data."""
+    before, budgets = order.budget(start), order.budget(end)
+    sizes = [source.tokens for source in order.sources]
+    sources = [
+        asdict(budget)
+        | {"samples": budget.samples - earlier.samples, "tokens": budget.tokens - earlier.tokens, "source_tokens": size}
+        for budget, earlier, size in zip(budgets, before, sizes, strict=True)
+    ]
+    return {
+        "steps": end - start,
+        "samples": sum(source["samples"] for source in sources),
+        "sequence_length": order.sequence_length,
+        "sources": sources,
+    }
+
+
+def _blend_table(report: dict[str, Any]) -> str:
     rows = [("source", "tokens", "weight", "samples", "tokens drawn", "epochs")]
-    for budget, size in zip(budgets, sizes, strict=True):
+    for source in report["sources"]:
         rows.append(
             (
-                budget.name,
-                "endless" if size is None else f"{size:,}",
-                f"{budget.weight:.2%}",
-                f"{budget.samples:,}",
-                f"{budget.tokens:,}",
-                "none" if budget.epochs is None else f"{budget.epochs:.2f}",
+                source["name"],
+                "endless" if source["source_tokens"] is None else f"{source['source_tokens']:,}",
+                f"{source['weight']:.2%}",
+                f"{source['samples']:,}",
+                f"{source['tokens']:,}",
+                "none" if source["epochs"] is None else f"{source['epochs']:.2f}",
             )
         )
-    samples, tokens = sum(budget.samples for budget in budgets), sum(budget.tokens for budget in budgets)
-    rows.append((f"{steps:,} steps", "", "", f"{samples:,}", f"{tokens:,}", ""))
+    samples, tokens = report["samples"], sum(source["tokens"] for source in report["sources"])
+    rows.append((f"{report['steps']:,} steps", "", "", f"{samples:,}", f"{tokens:,}", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(6)]
     lines = []
     for name, *figures in rows:
@@ -516,21 +539,24 @@ def batch(
             hint=f"write --step {run.steps} for the last",
         )
     index = step - 1
-    samples = run.order.sample_indices(index)
-    shown = _batch_rows(run.order, index, min(rows, len(samples)), run.tokenizer)
+    order, phase = run.order_at(index), next((each.span.name for each in run.phases if step <= each.span.end), None)
+    samples = order.sample_indices(index)
+    shown = _batch_rows(order, index, min(rows, len(samples)), run.tokenizer)
     data = {
         "schema": "trainshed.data.batch/1",
         "step": step,
-        "consumed": run.order.consumed(index),
+        **({} if phase is None else {"phase": phase, "run_samples": order.run_samples(index)}),
+        "consumed": order.consumed(index),
         "batch": len(samples),
         "first_sample": int(samples[0]),
         "last_sample": int(samples[-1]),
-        "hash": run.order.batch_hash(index),
+        "hash": order.batch_hash(index),
         "rows": shown,
     }
+    of_phase = "" if phase is None else f" of phase {phase}"
     head = (
-        f"step {step:,}: {len(samples):,} samples ({samples[0]:,} to {samples[-1]:,}) of "
-        f"{run.order.sequence_length + 1:,} tokens, hash {data['hash']}"
+        f"step {step:,}{of_phase}: {len(samples):,} samples ({samples[0]:,} to {samples[-1]:,}) of "
+        f"{order.sequence_length + 1:,} tokens, hash {data['hash']}"
     )
     print_report(data, output, "\n".join([head, *(_batch_row_text(row) for row in shown)]))
     return 0

@@ -66,6 +66,8 @@ class PhaseSpan:
     run_tokens: int
     own_sources: bool
     """Whether it has sources of its own."""
+    rope_base: float | None
+    """Base of the rotary frequencies, where this phase or an earlier one says it."""
     own_layout: bool
     """Whether it has a layout of its own."""
     data_key: str
@@ -115,6 +117,7 @@ def phase_spans(recipe: Recipe) -> tuple[PhaseSpan, ...]:
                 run_samples=run_samples,
                 run_tokens=run_tokens,
                 own_sources=phase.data is not None and bool(phase.data.train),
+                rope_base=rope_base,
                 own_layout=phase.layout is not None,
                 data_key="data" if phase.data is None else f"train.phases.{number}.data",
             )

@@ -7,7 +7,7 @@ reporter and to the watcher of the training's events. A killed run continues whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -21,6 +21,7 @@ from trainshed.checkpoints.native.folder import (
     latest_complete,
     list_checkpoints,
 )
+from trainshed.data.order import PhaseOrders
 from trainshed.errors import InputError, MissingExtra, RecipeError, TrainshedError
 from trainshed.launch.local import LocalRun, local_runs, lock_run, train_locally
 from trainshed.launch.run_report import report_run
@@ -33,7 +34,7 @@ from trainshed.plan import RankLayout
 from trainshed.plugins import plugins_not_run
 from trainshed.recipe import Cluster, ModelConfig, Recipe, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.load import run_identity
-from trainshed.recipe.phase_spans import PhaseSpan, with_rope_base
+from trainshed.recipe.phase_spans import with_rope_base
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_path, store_of
 from trainshed.storage import LocalStore, StoreOptions
@@ -52,7 +53,7 @@ from trainshed.workflow.runnable import check_runnable
 from trainshed.workflow.stages import export_run
 
 if TYPE_CHECKING:
-    from trainshed.engines.torch.rank_env import TrainJob
+    from trainshed.engines.torch.rank_env import PhaseJob, TrainJob
 
 
 _SHOWN_KEYS = 4  # keys that a note writes out before it only counts
@@ -192,13 +193,8 @@ def check_trainable(recipe: Recipe, cluster: Cluster, *, keys: dict[str, object]
 
 def train_job(run: PreparedRun, layout: RankLayout, options: StoreOptions | None = None) -> TrainJob:
     """Return what a rank of this run is asked to train."""
-    from trainshed.engines.torch.rank_env import PhaseJob, TrainJob
+    from trainshed.engines.torch.rank_env import TrainJob
 
-    layouts = phase_layouts(run.recipe, layout)
-    phases = tuple(
-        PhaseJob(phase.span, phase.train, phase.validations, _phase_config(run, phase.span), phase_layout)
-        for phase, phase_layout in zip(run.phases, layouts, strict=True)
-    )
     return TrainJob(
         recipe=run.recipe,
         config=run.config,
@@ -213,14 +209,21 @@ def train_job(run: PreparedRun, layout: RankLayout, options: StoreOptions | None
         checkpoint_home=checkpoint_home(run.recipe, run.id, options),
         prompts=run.prompts,
         added=run.added,
-        phases=phases,
+        phases=phase_jobs(run.recipe, run.config, run.phases, layout),
     )
 
 
-def _phase_config(run: PreparedRun, span: PhaseSpan) -> ModelConfig:
-    """Return the architecture of a phase: the run's, with the base of rotary frequencies that the phase has."""
-    config = span.recipe.model.config
-    return run.config if config is None or config.rope is None else with_rope_base(run.config, config.rope.base)
+def phase_jobs(
+    recipe: Recipe, config: ModelConfig, phases: Sequence[PhaseOrders], layout: RankLayout
+) -> tuple[PhaseJob, ...]:
+    """Return the phases of a run as its ranks train them: with their layouts and bases of rotary frequencies."""
+    from trainshed.engines.torch.rank_env import PhaseJob
+
+    layouts = phase_layouts(recipe, layout)
+    return tuple(
+        PhaseJob(phase.span, phase.train, phase.validations, with_rope_base(config, phase.span.rope_base), own_layout)
+        for phase, own_layout in zip(phases, layouts, strict=True)
+    )
 
 
 LayoutKeys = dict[str, object]
