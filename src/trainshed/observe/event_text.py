@@ -42,7 +42,7 @@ class EventFormatter:
             return f"base weights: loss {event['loss']:.4f} on the probe batch, {event['expected']:.4f} when fetched"
         if kind == "validation":
             parts = [f"validation after step {event['step']}: loss {_format_number(event['loss'], '.4f')}"]
-            sets = (f"{name} {_format_number(loss, '.4f')}" for name, loss in (event.get("losses") or {}).items())
+            sets = (f"{name} {_format_number(loss, '.4f')}" for name, loss in (event.get("set_losses") or {}).items())
             return "  ".join([*parts, *sets, *_reward_parts(event)])
         if kind == "train_phase":
             return (

@@ -128,7 +128,7 @@ class StepEvent(Event):
     logp_chosen: float | None = None
     logp_rejected: float | None = None
     memory_gib: float | None = None
-    losses: Mapping[str, float | None] | None = None
+    source_losses: Mapping[str, float | None] | None = None
     """The loss of each source that the batch has samples of, where there are several."""
     train_phase: str | None = None
     """The part of `train.phases` that it belongs to."""
@@ -225,7 +225,7 @@ class ValidationEvent(Event):
     loss: float | None
     batches: int | None = None
     seconds: float | None = None
-    losses: Mapping[str, float | None] | None = None
+    set_losses: Mapping[str, float | None] | None = None
     """The losses of named sets that were measured; `loss` is that of the first."""
     reward_chosen: float | None = None
     reward_rejected: float | None = None

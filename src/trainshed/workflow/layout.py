@@ -159,8 +159,9 @@ def _own_layout(recipe: Recipe, span: PhaseSpan, written: Layout, config: ModelC
         ) from None
 
 
-def check_phases(recipe: Recipe, model: PlannedModel, layout: RankLayout) -> None:
-    """Refuse a phase that its layout cannot train."""
+def check_phases(recipe: Recipe, model: PlannedModel, layout: RankLayout) -> tuple[RankLayout, ...]:
+    """Return the layout of each phase; one that cannot train its phase is refused."""
+    layouts: list[RankLayout] = []
     for number, phase in enumerate(model.phases):
         own = phase.layout
         used = layout
@@ -184,6 +185,8 @@ def check_phases(recipe: Recipe, model: PlannedModel, layout: RankLayout) -> Non
             )
         check_loss(recipe, used)
         check_adapters(recipe, phase.config, used)
+        layouts.append(used)
+    return tuple(layouts)
 
 
 def planned_lora(recipe: Recipe) -> LoraShape | None:
@@ -306,6 +309,8 @@ class PlannedRun:
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     predicted: Mapping[str, Any] | None = None
+    phase_layouts: tuple[RankLayout, ...] = ()
+    """The layout of each phase of `train.phases`."""
 
 
 def plan_on_cluster(
@@ -327,6 +332,7 @@ def plan_on_cluster(
         reasons=tuple(_reasons(plan)),
         notes=(_headline(plan, plan.budget), *plan.notes),
         predicted=_predicted(plan, plan.budget),
+        phase_layouts=check_phases(recipe, model, plan.chosen.layout),
     )
 
 
@@ -418,9 +424,10 @@ def _plan_on_cpus(recipe: Recipe, cluster: Cluster, model: PlannedModel, nodes: 
     )
     if problems:
         raise recipe_error(problems, recipe.places)
-    check_phases(recipe, model, layout)
+    own_layouts = check_phases(recipe, model, layout)
     notes = ("machine: cpu: nothing is predicted, and ranks run on processors", *uncalibrated_notes(cluster))
-    return PlannedRun(layout, NodePlacement(count, layout.world_size // count, None), None, reasons, notes)
+    placement = NodePlacement(count, layout.world_size // count, None)
+    return PlannedRun(layout, placement, None, reasons, notes, phase_layouts=own_layouts)
 
 
 def _headline(plan: Plan, budget: RunBudget) -> str:

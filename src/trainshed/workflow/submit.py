@@ -175,6 +175,8 @@ def _plan_text(planned: PlannedRun) -> str:
         "reasons": list(planned.reasons),
         "predicted": planned.predicted,
     }
+    if planned.phase_layouts:
+        body["phase_layouts"] = [asdict(layout) for layout in planned.phase_layouts]
     return _json(body)
 
 

@@ -216,7 +216,7 @@ class Trainer:
             learned_tokens=metrics.learned_tokens,
             pairs=metrics.pairs,
             skipped=metrics.non_finite,
-            losses=self._source_losses(metrics),
+            source_losses=self._source_losses(metrics),
             **self._phase_figures(step),
             **{name: _finite_or_none(value) for name, value in {**metrics.loss_terms, **metrics.rewards}.items()},
             memory_gib=torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None,
@@ -343,7 +343,7 @@ class Trainer:
             loss=loss,
             batches=sets[first].batches,
             seconds=time.monotonic() - began,
-            losses={name: _finite_or_none(result.loss) for name, result in results.items()} if named else None,
+            set_losses={name: _finite_or_none(result.loss) for name, result in results.items()} if named else None,
             **{name: _finite_or_none(value) for name, value in results[first].rewards.items()},
         )
         min_delta = 0.0 if early_stop is None else early_stop.min_delta

@@ -51,7 +51,8 @@ class DLLoggerExporter(Exporter):
                 event, event["step"] + 1, {key: value for key, value in figures.items() if value is not None}
             )
         elif kind == "validation" and event["loss"] is not None:
-            sets = {f"val_loss/{name}": loss for name, loss in (event.get("losses") or {}).items() if loss is not None}
+            named = event.get("set_losses") or {}
+            sets = {f"val_loss/{name}": loss for name, loss in named.items() if loss is not None}
             yield self._line(event, event["step"], {"val_loss": event["loss"], "global_step": event["step"], **sets})
 
     def _line(self, event: Mapping[str, Any], step: int | str, data: dict[str, Any]) -> bytes:

@@ -114,7 +114,7 @@ class PrometheusExporter:
                 self._take_step(event)
             case "validation":
                 self._set("trainshed_validation_loss", event["loss"])
-                self._set_named("trainshed_validation_set_loss", event)
+                self._set_named("trainshed_validation_set_loss", event.get("set_losses"))
             case "resume":
                 self._set("trainshed_step", event["step"])
                 self._set("trainshed_checkpoint_step", event["step"])
@@ -136,7 +136,7 @@ class PrometheusExporter:
     def _take_step(self, event: Mapping[str, Any]) -> None:
         for key, name in _STEP_GAUGES.items():
             self._set(name, event.get(key))
-        self._set_named("trainshed_source_loss", event)
+        self._set_named("trainshed_source_loss", event.get("source_losses"))
         self._set("trainshed_step", event["step"] + 1)
         self._gauges["trainshed_step_timestamp_seconds"].labels(**self._labels).set_to_current_time()
         memory = event.get("memory_gib")
@@ -146,8 +146,8 @@ class PrometheusExporter:
         if event.get("skipped"):
             self._counters["trainshed_steps_skipped"].inc()
 
-    def _set_named(self, gauge: str, event: Mapping[str, Any]) -> None:
-        for name, loss in (event.get("losses") or {}).items():
+    def _set_named(self, gauge: str, losses: Mapping[str, float | None] | None) -> None:
+        for name, loss in (losses or {}).items():
             if loss is not None:
                 self._named_gauges[gauge].labels(**self._labels, name=name).set(loss)
 
