@@ -436,7 +436,7 @@ def blend(
         data = _blend_report(run.order, 0, run.steps)
         print_report({"schema": "trainshed.data.sampling.blend/1"} | data, output, _blend_table(data))
         return 0
-    phases = [
+    phases: list[dict[str, Any]] = [
         {"name": phase.span.name} | _blend_report(phase.train, phase.span.start, phase.span.end) for phase in run.phases
     ]
     report = {
@@ -456,7 +456,7 @@ def _blend_report(order: DataOrder, start: int, end: int) -> dict[str, Any]:
     """What the steps from `start` to `end` of a run draw; epochs count from the start of the data."""
     before, budgets = order.budget(start), order.budget(end)
     sizes = [source.tokens for source in order.sources]
-    sources = [
+    sources: list[dict[str, Any]] = [
         asdict(budget)
         | {"samples": budget.samples - earlier.samples, "tokens": budget.tokens - earlier.tokens, "source_tokens": size}
         for budget, earlier, size in zip(budgets, before, sizes, strict=True)

@@ -169,7 +169,7 @@ def _check_export(recipe: Recipe, layout: RankLayout) -> None:
 
 
 def _plan_text(planned: PlannedRun) -> str:
-    body = {
+    body: dict[str, Any] = {
         "schema": PLAN_SCHEMA,
         "layout": asdict(planned.layout),
         "reasons": list(planned.reasons),

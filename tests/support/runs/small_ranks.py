@@ -29,6 +29,7 @@ from trainshed.engines.torch import rank, rank_timing
 from trainshed.engines.torch.batch_loader import BatchLoader, LocalBatch
 from trainshed.engines.torch.model import RankModel, build_model
 from trainshed.engines.torch.rank import train_rank
+from trainshed.engines.torch.rank_env import TrainJob
 from trainshed.engines.torch.state import StartPoint, load_start_state
 from trainshed.models import loss
 from trainshed.models.decoder import DecoderLayer
@@ -80,6 +81,28 @@ def train_validating(folder: Path, model: str, layout: str, overrides: Sequence[
     order = DataOrder([other], BatchSchedule(job.order.batch_size(0)))
     recipe = job.recipe.model_copy(update={"data": measured})
     return train_rank(replace(job, recipe=recipe, validations={"validation": order}), run_folder=folder)
+
+
+def blended_order(job: TrainJob, *, apart: bool) -> DataOrder:
+    """An order of two sources with shares of 3 to 1; `apart` keeps their documents apart."""
+    sources = []
+    for label, weight in (("articles", 3.0), ("code", 1.0)):
+        source = SyntheticSource(
+            vocab_size=job.config.vocab_size,
+            sequence_length=job.order.sequence_length,
+            seed=5,
+            label=label,
+            keeps_documents_apart=apart,
+        )
+        source.weight = weight
+        sources.append(source)
+    return DataOrder(sources, job.order.schedule)
+
+
+def train_blended(folder: Path, model: str, layout: str, overrides: Sequence[str], apart: bool) -> int:
+    """Train as one rank on two sources; the schema has several for real data only."""
+    job = small_job(folder, small_recipe(model, overrides), layout)
+    return train_rank(replace(job, order=blended_order(job, apart=apart)), run_folder=folder)
 
 
 def train_compiled(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> int:
