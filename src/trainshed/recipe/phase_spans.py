@@ -128,9 +128,10 @@ def phase_spans(recipe: Recipe) -> tuple[PhaseSpan, ...]:
     return tuple(spans)
 
 
-def span_of(spans: tuple[PhaseSpan, ...], step: int) -> PhaseSpan:
-    """Return the phase that a step (from 0) belongs to; the last one after the end of the run."""
-    return next((span for span in spans if step < span.end), spans[-1])
+def written_steps(recipe: Recipe) -> int | None:
+    """Return the length of a run in steps, where the recipe or its phases say it; None: it follows from the data."""
+    spans = phase_spans(recipe)
+    return spans[-1].end if spans else recipe.train.steps
 
 
 def with_rope_base(config: ModelConfig, base: float | None) -> ModelConfig:

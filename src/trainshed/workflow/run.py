@@ -34,7 +34,7 @@ from trainshed.plan import RankLayout
 from trainshed.plugins import plugins_not_run
 from trainshed.recipe import Cluster, ModelConfig, Recipe, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.load import run_identity
-from trainshed.recipe.phase_spans import with_rope_base
+from trainshed.recipe.phase_spans import with_rope_base, written_steps
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_path, store_of
 from trainshed.storage import LocalStore, StoreOptions
@@ -332,7 +332,7 @@ def train(
 def _hold_run(recipe: Recipe, cluster: Cluster, id: str | None, reporter: Reporter) -> Iterator[RunStart]:
     """Hold the recipe's run, once it is known that it can go on."""
     start = find_start(recipe, cluster, id)
-    check_resumable(start, recipe.train.steps, store_options(cluster))
+    check_resumable(start, written_steps(recipe), store_options(cluster))
     with lock_run(start.folder, start.run):
         note_other_runs(start, reporter)
         for plugin in recipe.plugin_sources:
