@@ -155,7 +155,7 @@ def test_a_phase_with_a_layout_of_its_own_has_the_curve_of_one_process(small_run
     expected = small_runs.fresh("dense", ALONE, *alone)
     folder = small_runs.new_folder()
     got = small_runs.train(folder, "dense", "tp=2,micro_batch=4", *SPREAD)
-    assert [event["layout"] for event in events(folder, "train_phase")] == ["tp2", "cp2", "pp2"]
+    assert [event["layout"] for event in events(folder, "train_phase")] == ["tp2", "cp2 zero1", "pp2"]
     assert difference(expected, got, "loss") <= 1e-9
     assert difference(expected, got, "grad_norm") <= 1e-9
 
