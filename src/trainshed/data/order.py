@@ -98,14 +98,13 @@ class DataOrder:
 
     def run_samples(self, step: int) -> int:
         """Return how many samples the run took before a step, of the data of all its phases."""
-        return self.schedule.start.run_samples + self._phase_samples(step)
+        start = self.schedule.start
+        return start.run_samples + self.consumed(step) - start.sample
 
     def run_tokens(self, step: int) -> int:
         """Return how many tokens the run took before a step, of the data of all its phases."""
-        return self.schedule.start.run_tokens + self._phase_samples(step) * self.sequence_length
-
-    def _phase_samples(self, step: int) -> int:
-        return self.consumed(step) - self.schedule.start.sample
+        start = self.schedule.start
+        return start.run_tokens + (self.consumed(step) - start.sample) * self.sequence_length
 
     def source_numbers(self, step: int, start: int, stop: int) -> np.ndarray:
         """Return which source each of the rows [start, stop) of a step comes from: int64 [R]."""
@@ -359,10 +358,7 @@ class PhaseOrders:
 
 @dataclass(frozen=True)
 class RunOrders:
-    """The length of a run in steps, and the samples of its training and of its validation sets.
-
-    With `train.phases` these are the samples of its first phase, and `phases` has those of all.
-    """
+    """The length of a run in steps, and the samples of its training and its validation sets: of its first phase."""
 
     steps: int
     train: DataOrder

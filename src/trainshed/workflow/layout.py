@@ -177,11 +177,11 @@ def check_phases(recipe: Recipe, model: PlannedModel, layout: RankLayout) -> tup
             quantized=model.quantized,
         )
         if problems:
-            found = problems[0]
+            first = problems[0]
             raise RecipeError(
-                f"{used} cannot train phase {phase.name}: {found.what}",
+                f"{used} cannot train phase {phase.name}: {first.what}",
                 where=recipe.where(f"train.phases.{number}" + ("" if own is None else ".layout")),
-                hint=found.hint,
+                hint=first.hint,
             )
         check_loss(recipe, used)
         check_adapters(recipe, phase.config, used)
