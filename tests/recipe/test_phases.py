@@ -34,6 +34,8 @@ def recipe_with(*overrides: str) -> Recipe:
         ("train.phases.0.steps=null", "train.phases.0", "says nothing about the length"),
         ("train.phases.0.lr=0.0", "train.phases.0.lr", "nothing would be learned"),
         ("train.phases.0.name=long", "train.phases.0.name", "two phases are called `long`"),
+        ("engine=megatron", "train.phases", "megatron does not train in phases"),
+        ("engine=torchtune", "train.phases", "torchtune does not train in phases"),
         ("elastic={min_nodes: 1}", "elastic", "does not go on with fewer nodes"),
         ("data.validation.two.every=700", "data.validation.two.every", "is not a multiple of 500"),
         ("data.validation.two={}", "data.validation.two", "has no documents"),

@@ -209,7 +209,6 @@ def unhonoured_problems(recipe: Recipe, engine: str) -> Iterator[Problem]:
     validation, train = recipe.data.validation, recipe.train
     absent: tuple[tuple[bool, KeyPath, str], ...] = (
         (train.mode == "dpo", ("train", "mode"), "is not rendered for pairs of answers (dpo)"),
-        (train.phases is not None, ("train", "phases"), "does not train in phases"),
         (bool(recipe.data.named_validations), ("data", "validation"), "measures one validation set, not several"),
         (train.early_stop is not None, ("train", "early_stop"), "does not end a run by its validation loss"),
         (recipe.checkpoint.best is not None, ("checkpoint", "best"), "does not keep the best checkpoint apart"),

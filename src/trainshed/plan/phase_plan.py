@@ -75,7 +75,7 @@ def predict_phases(
 ) -> tuple[PhasePrediction, ...]:
     """Predict every phase on its own layout or on `layout`; an illegal one is an `InputError` that names its phase."""
     predictions: list[PhasePrediction] = []
-    for phase in phases:
+    for number, phase in enumerate(phases):
         shape = replace(
             training,
             sequence_length=phase.sequence_length,
@@ -85,7 +85,9 @@ def predict_phases(
         try:
             chosen = evaluate_layout(shape, phase_layout(phase, layout), engine=engine, places=places).chosen
         except InputError as error:
-            raise type(error)(f"phase {phase.name}: {error.what}", where=error.where, hint=error.hint) from None
+            own = ("train", "phases", number, *(() if phase.layout is None else ("layout",)))
+            where = error.where if places is None else places.where(own)
+            raise type(error)(f"phase {phase.name}: {error.what}", where=where, hint=error.hint) from None
         predictions.append(PhasePrediction(phase, chosen))
     return tuple(predictions)
 

@@ -387,6 +387,9 @@ class Recipe(Section):
 
     def _phase_problems(self) -> Iterator[Problem]:
         """What phases ask of the data and of the run."""
+        if self.train.phases is not None and self.engine.name != "torch":
+            what = f"{self.engine.name} does not train in phases"
+            yield Problem(("train", "phases"), what, "delete it, or write engine: torch")
         if self.train.phases is not None and self.elastic is not None:
             yield Problem(("elastic",), "a run in phases does not go on with fewer nodes", "delete it, or the phases")
         for number, phase in enumerate(self.train.phases or ()):
