@@ -134,6 +134,9 @@ SERVED_BY_VLLM = "export={} serve={engine: vllm, image: 'vllm@sha256:0'}"
 CHAT = f"{BASE} train.mode=finetune"
 LORA = f"{CHAT} layout.tp=1 train.lora={{rank: 4, alpha: 8}}"
 PAIRS = f"{BASE} train.mode=dpo train.dpo={{}}"
+PHASED = "train={global_batch: 64, optimizer: {lr: 1.0e-4}, phases: [{steps: 90}, {steps: 10}]}"
+PHASED_CHAT = f"{BASE} train={{mode: finetune, global_batch: 64, optimizer: {{lr: 1.0e-4}}, phases: [{{steps: 90}}]}}"
+NAMED = "data.validation={one: {path: /shared/v.jsonl}}"
 CHANGES = {
     "name": Change("name=other"),
     "model.preset": Change("model.preset=llama2-7b"),
@@ -184,6 +187,72 @@ CHANGES = {
     "data.validation.answer_tokens": Change(
         "data.validation.answer_tokens=7", "data.validation={path: /shared/v.jsonl, prompts: [one]}"
     ),
+    "data.validation.*.path": Change("data.validation.one.path=/shared/w.jsonl", NAMED),
+    "data.validation.*.tokens": Change("data.validation={one: {tokens: /shared/v}}", NAMED),
+    "data.validation.*.script": Change("data.validation={one: {script: numbers.py}}", NAMED),
+    "data.validation.*.args": Change("data.validation.one.args=[a]", "data.validation={one: {script: numbers.py}}"),
+    "data.validation.*.key": Change("data.validation.one.key=body", NAMED),
+    "data.validation.*.format": Change("data.validation.one.format=text", NAMED),
+    "data.validation.*.documents": Change(
+        "data.validation.one.documents=line", "data.validation={one: {path: /shared/v.txt}}"
+    ),
+    "data.validation.*.columns": Change("data.validation.one.columns={messages: talks}", f"{CHAT} {NAMED}"),
+    "data.validation.*.split": Change("data.validation.one.split=train[:9%]", NAMED),
+    "data.validation.*.name": Change("data.validation.one.name=other", NAMED),
+    "data.validation.*.every": Change("data.validation.one.every=7", NAMED),
+    "data.validation.*.batches": Change("data.validation.one.batches=7", NAMED),
+    "data.validation.*.prompts": Change("data.validation.one.prompts=[one]", NAMED),
+    "data.validation.*.answer_tokens": Change(
+        "data.validation.one.answer_tokens=7", "data.validation={one: {path: /shared/v.jsonl, prompts: [one]}}"
+    ),
+    "train.phases.*.name": Change("train.phases.0.name=main", PHASED),
+    "train.phases.*.steps": Change("train.phases.0.steps=80", PHASED),
+    "train.phases.*.tokens": Change("train.phases.0={tokens: 20M}", PHASED),
+    "train.phases.*.sequence_length": Change("train.phases.0.sequence_length=1024", PHASED),
+    "train.phases.*.global_batch": Change("train.phases.0.global_batch=32", PHASED),
+    "train.phases.*.lr": Change("train.phases.0.lr=2e-4", PHASED),
+    "train.phases.*.shape": Change("train.phases.0.shape=linear", PHASED),
+    "train.phases.*.rope_base": Change("train.phases.0.rope_base=2e6", PHASED),
+    "train.phases.*.data.seed": Change("train.phases.0.data={seed: 7}", PHASED),
+    "train.phases.*.data.skip": Change("train.phases.0.data={skip: [[0, 4]]}", PHASED),
+    **{
+        f"train.phases.*.data.train.*.{key}": Change(
+            f"train.phases.0.data={{train: [{{{text}}}]}}",
+            f"{PHASED_CHAT if key == 'columns' else PHASED} train.phases.0.data={{train: [{{{before}}}]}}",
+        )
+        for key, before, text in (
+            ("path", "path: /shared/y.jsonl", "path: /shared/z.jsonl"),
+            ("tokens", "path: /shared/y.jsonl", "tokens: /shared/t"),
+            ("script", "path: /shared/y.jsonl", "script: numbers.py"),
+            ("args", "script: numbers.py", "script: numbers.py, args: [a]"),
+            ("format", "path: /shared/y.jsonl", "path: /shared/y.jsonl, format: text"),
+            ("key", "path: /shared/y.jsonl", "path: /shared/y.jsonl, key: body"),
+            ("documents", "path: /shared/y.txt", "path: /shared/y.txt, documents: line"),
+            ("columns", "path: /shared/y.jsonl", "path: /shared/y.jsonl, columns: {messages: talks}"),
+            ("split", "path: /shared/y.jsonl", "path: /shared/y.jsonl, split: 'train[:9%]'"),
+            ("name", "path: /shared/y.jsonl", "path: /shared/y.jsonl, name: other"),
+            ("weight", "path: /shared/y.jsonl", "path: /shared/y.jsonl, weight: 3"),
+        )
+    },
+    **{
+        f"train.phases.*.layout.{key}": Change(f"train.phases.0.layout={layout}", f"{given} train.phases.0.layout={{}}")
+        for key, given, layout in (
+            ("tp", PHASED, "{tp: 4}"),
+            ("pp", PHASED, "{pp: 2}"),
+            ("vp", PHASED, "{pp: 2, vp: 2}"),
+            ("cp", PHASED, "{cp: 2}"),
+            ("ep", f"{EXPERTS} {PHASED}", "{ep: 2}"),
+            ("etp", f"{EXPERTS} {PHASED}", "{tp: 8, etp: 8}"),
+            ("dp", PHASED, "{dp: 8, tp: 2}"),
+            ("replicate", PHASED, "{replicate: 2}"),
+            ("shard", PHASED, "{shard: full}"),
+            ("micro_batch", PHASED, "{micro_batch: 2}"),
+            ("recompute", PHASED, "{recompute: full}"),
+            ("offload", PHASED, "{offload: activations}"),
+            ("schedule", PHASED, "{pp: 2, schedule: gpipe}"),
+            ("stages", PHASED, "{pp: 2, stages: [10, 22]}"),
+        )
+    },
     "data.split.train": Change("data.split={train: 0.9, validation: 0.1}", "data.split={train: 0.8, validation: 0.2}"),
     "data.split.validation": Change("data.split={train: 0.9, validation: 0.1}"),
     "data.split.test": Change(
@@ -349,9 +418,11 @@ class Read:
 
 
 NO_READERS = re.compile(
-    r"trainshed\.(recipe|plan|line\.(runnable|planning|placing)|engines\.planned_habits)\b|pydantic"
+    r"trainshed\.(recipe(?!\.phase_spans)|plan|line\.(runnable|planning|placing)|engines\.planned_habits)\b|pydantic"
 )
-"""Who looks at keys without doing what they say: the schema, the check of this walk, the planner's estimates."""
+"""Who looks at keys without doing what they say: the schema, the check of this walk, the planner's estimates.
+
+The phases that a run trains are put together in the schema's room, from all their keys."""
 
 
 def _is_property(frame: FrameType, section: Section) -> bool:
@@ -446,6 +517,16 @@ FROM_TEXT = (
 )
 
 
+IN_PHASES = (
+    "name=phased",
+    "train={global_batch: 4, precision: fp32, optimizer: {lr: 1.0e-3}, phases: [{name: warm, steps: 2, shape: linear}, "
+    "{tokens: 128, data: {train: [{path: text.txt, documents: line}], seed: 3}, lr: 1.0e-4, rope_base: 2.0e4}]}",
+    "data.split=null",
+    "data.validation={one: {path: text.txt, documents: line, every: 2, batches: 1}}",
+    "export=null",
+)
+
+
 TEMPLATE = """\
 {%- for message in messages %}{{ message.role[0] + ":" + message.content + "\\n" }}{% endfor -%}
 {%- if add_generation_prompt %}{{ "a:" }}{% endif -%}
@@ -488,7 +569,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
         patch.chdir(folder)
         tracer.install(patch)
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
-        for overrides in ((), WITH_EXPERTS, OBSERVED, FROM_TEXT, WITH_PLUGINS):
+        for overrides in ((), WITH_EXPERTS, OBSERVED, FROM_TEXT, WITH_PLUGINS, IN_PHASES):
             _traced_run(overrides, tracer, stages)
         exported = next(Path("store/runs/text").glob("*/export")).absolute()
         for overrides in _fine_tuned(exported):
@@ -568,7 +649,8 @@ def facts(job: Job) -> Any:
     """All that is sent of a job, less what only repeats the recipe."""
     repeated = ("recipe.yaml", "cluster.yaml", "provenance.json", "plan.json")
     files = {name: text for name, text in job.files.items() if name not in repeated}
-    return files, job.stages, job.run, job.name, orjson.loads(job.files["plan.json"])["layout"]
+    plan = orjson.loads(job.files["plan.json"])
+    return files, job.stages, job.run, job.name, plan["layout"], plan.get("phase_layouts")
 
 
 @dataclass

@@ -57,8 +57,8 @@ DATA_VERBS = {
     "inspect": ("trainshed.cli.data_inspect:inspect", "Show what is inside token files, and what is learned."),
     "verify": ("trainshed.cli.data:verify", "Prove token files against their manifest and tokenizer."),
     "merge": ("trainshed.cli.data:merge", "Concatenate shards into one pair of files."),
-    "blend": ("trainshed.cli.data:blend", "Show how much of each source a recipe's run will see."),
-    "batch": ("trainshed.cli.data:batch", "Show what one training step will see."),
+    "blend": ("trainshed.cli.data_order:blend", "Show how much of each source a recipe's run will see."),
+    "batch": ("trainshed.cli.data_order:batch", "Show what one training step will see."),
 }
 MODEL_VERBS = {
     "fetch": ("trainshed.cli.model:fetch", "Copy a model from the Hub or any store to a store."),

@@ -48,6 +48,7 @@ def export_figures(
     from trainshed.observe.exporters.export_run import export_run
     from trainshed.plugins import plugins_not_run
     from trainshed.recipe import load_cluster, parse_recipe, to_plain
+    from trainshed.recipe.phase_spans import written_steps
     from trainshed.run_folder import RECIPE_FILE
     from trainshed.storage import open_store
     from trainshed.workflow import store_options
@@ -68,7 +69,7 @@ def export_figures(
         known.id,
         known.folder or out or Path(),
         sequence_length=recipe.data.sequence_length or (config.max_positions if config is not None else 1),
-        steps=recipe.train.steps,
+        steps=written_steps(recipe),
         config=to_plain(recipe, defaults=False),
     )
     report = export_run(store, folder, to, recipe.observe, exported, out=out)

@@ -50,6 +50,7 @@ from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.plugins import source_hash
 from trainshed.recipe import Recipe, TrainedTokenizer
 from trainshed.recipe.data import Source, SourceKeys
+from trainshed.recipe.yaml_io import dotted_key
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore, StoreOptions, sha256_of
 from trainshed.storage.locks import artefact_lock
@@ -214,9 +215,8 @@ class DataArtefacts:
 
     def _recipe_location(self, source: SourceKeys, key: str | None = None) -> str:
         """Return where a source, or a key of it, is in the recipe."""
-        number = next((number for number, item in enumerate(self._recipe.data.train) if item is source), None)
-        path = "data.validation" if number is None else f"data.train.{number}"
-        return self._recipe.where(f"{path}.{key}" if key else path)
+        path = next((path for path, item in self._recipe.sources() if item is source), ("data", "validation"))
+        return self._recipe.where(dotted_key((*path, key) if key else path))
 
     def _shard_jobs(self, source: SourceKeys, config: TokenizeConfig) -> list[ShardJob]:
         return [

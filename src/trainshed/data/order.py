@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,11 +33,12 @@ from trainshed.data.sampling.packing import (
     describe_packing,
 )
 from trainshed.data.sampling.rows import SampleRows
-from trainshed.data.sampling.schedule import BatchRampUp, BatchSchedule, SkipList
+from trainshed.data.sampling.schedule import BatchRampUp, BatchSchedule, ScheduleStart, SkipList
 from trainshed.data.sampling.sources import SampleSource, SyntheticSource, TokenDataset
 from trainshed.data.tokens.token_source import RunTokens, TokenSource
 from trainshed.errors import InputError, NotFound
 from trainshed.recipe import Recipe
+from trainshed.recipe.phase_spans import PhaseSpan, phase_spans
 from trainshed.recipe.validation import recipe_error
 from trainshed.reporting import SILENT, Reporter
 
@@ -94,6 +95,20 @@ class DataOrder:
     def batch_size(self, step: int) -> int:
         """Return how many samples a step takes."""
         return self.schedule.batch_size(step)
+
+    def run_samples(self, step: int) -> int:
+        """Return how many samples the run took before a step, of the data of all its phases."""
+        start = self.schedule.start
+        return start.run_samples + self.consumed(step) - start.sample
+
+    def run_tokens(self, step: int) -> int:
+        """Return how many tokens the run took before a step, of the data of all its phases."""
+        start = self.schedule.start
+        return start.run_tokens + (self.consumed(step) - start.sample) * self.sequence_length
+
+    def source_numbers(self, step: int, start: int, stop: int) -> np.ndarray:
+        """Return which source each of the rows [start, stop) of a step comes from: int64 [R]."""
+        return self.blend.locate(self.sample_indices(step, start, stop))[0]
 
     def sample_indices(self, step: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return rows [start, stop) of a step as samples of the stream (skips applied): int64 [R]."""
@@ -333,12 +348,22 @@ def open_pack_index(source: TokenSource, folder: Path) -> PackIndex:
 
 
 @dataclass(frozen=True)
+class PhaseOrders:
+    """The samples of one phase of a run."""
+
+    span: PhaseSpan
+    train: DataOrder
+    validations: Mapping[str, DataOrder]
+
+
+@dataclass(frozen=True)
 class RunOrders:
-    """The length of a run in steps, and the samples of its training and its validation."""
+    """The length of a run in steps, and the samples of its training and its validation sets: of its first phase."""
 
     steps: int
     train: DataOrder
-    validation: DataOrder | None
+    validations: Mapping[str, DataOrder]
+    phases: tuple[PhaseOrders, ...] = ()
 
 
 def run_orders(
@@ -351,14 +376,43 @@ def run_orders(
     reporter: Reporter = SILENT,
 ) -> RunOrders:
     """Put a run's orders together. With `build`, missing indexes are made; otherwise they are an error."""
-    section, train = recipe.data, recipe.train
-    schedule = _batch_schedule(recipe)
+    parts = _OrderParts(indexes, build, options, reporter)
+    if not (spans := phase_spans(recipe)):
+        return _orders_of(recipe, data, _batch_schedule(recipe), parts)
+    phases: list[PhaseOrders] = []
+    for span in spans:
+        start = ScheduleStart(span.start, span.first_sample, span.run_samples, span.run_tokens)
+        schedule = BatchSchedule(span.recipe.train.global_batch, start=start)
+        orders = _orders_of(span.recipe, data.of_phase(span.number, own=span.own_sources), schedule, parts, span.end)
+        phases.append(PhaseOrders(span, orders.train, orders.validations))
+    return RunOrders(spans[-1].end, phases[0].train, phases[0].validations, tuple(phases))
+
+
+@dataclass(frozen=True)
+class _OrderParts:
+    """What every order of a run is made with."""
+
+    indexes: Path
+    build: bool
+    options: StoreOptions | None
+    reporter: Reporter
+
+
+def _orders_of(
+    recipe: Recipe, data: RunTokens, schedule: BatchSchedule, parts: _OrderParts, end: int | None = None
+) -> RunOrders:
+    """Put the orders of a recipe without phases together; `end` is the last step of a phase in its run."""
+    section, train, indexes, options = recipe.data, recipe.train, parts.indexes, parts.options
+
+    def steps_to_end() -> int:
+        return run_steps(recipe, data, indexes, options) if end is None else end
+
     if section.synthetic:
-        return RunOrders(run_steps(recipe, data, indexes), DataOrder([_synthetic_source(recipe)], schedule), None)
+        return RunOrders(steps_to_end(), DataOrder([_synthetic_source(recipe)], schedule), {})
     share = section.split.train if section.split else 1.0
-    builder = _OrderBuilder(recipe, indexes, build, options, reporter)
+    builder = _OrderBuilder(recipe, indexes, parts.build, options, parts.reporter)
     if pack_rule(recipe) is None:
-        steps = run_steps(recipe, data, indexes, options)
+        steps = steps_to_end()
         order = builder.windows(
             data.sources, (0.0, share), schedule, steps, SkipList(section.skip), minimum_samples=train.global_batch
         )
@@ -366,25 +420,25 @@ def run_orders(
         order = builder.packed(
             data.sources, (0.0, share), schedule, SkipList(section.skip), minimum_samples=train.global_batch
         )
-        steps = run_steps(recipe, data, indexes, options)
+        steps = steps_to_end()
     too_short = list(recipe.warmup_problems(steps))
     if too_short:
         raise recipe_error(too_short, recipe.places)
-    validation = None
-    if section.validation is not None:
-        if data.validation is not None:
-            validation_sources, split = (data.validation,), (0.0, 1.0)
+    validations: dict[str, DataOrder] = {}
+    for name, one_set in section.validations.items():
+        own = data.validations.get(name)
+        if own is not None:
+            validation_sources, split = (own,), (0.0, 1.0)
         else:
             assert section.split is not None, "the schema asks for a split or a source"
             validation_sources, split = data.sources, (share, min(1.0, share + section.split.validation))
-        renamed = [replace(source, name=f"{source.name} (validation)") for source in validation_sources]
+        renamed = [replace(source, name=f"{source.name} ({name})") for source in validation_sources]
         validation_schedule = BatchSchedule(train.global_batch)
         if pack_rule(recipe) is None:
-            batches = section.validation.batches
-            validation = builder.windows(renamed, split, validation_schedule, batches, SkipList())
+            validations[name] = builder.windows(renamed, split, validation_schedule, one_set.batches, SkipList())
         else:
-            validation = builder.packed(renamed, split, validation_schedule, SkipList())
-    return RunOrders(steps, order, validation)
+            validations[name] = builder.packed(renamed, split, validation_schedule, SkipList())
+    return RunOrders(steps, order, validations)
 
 
 def pack_rule(recipe: Recipe) -> PackRule | None:
@@ -402,6 +456,8 @@ def run_steps(recipe: Recipe, data: RunTokens, indexes: Path, options: StoreOpti
     train = recipe.train
     if train.steps is not None:
         return train.steps
+    if spans := phase_spans(recipe):
+        return spans[-1].end
     length = _synthetic_source(recipe).sequence_length if recipe.data.synthetic else recipe.data.sequence_length
     assert length is not None, "the schema asks for it wherever data is not synthetic"
     tokens = train.tokens

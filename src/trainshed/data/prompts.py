@@ -68,9 +68,10 @@ def encode_prompts(
     Where the run learns from conversations, a prompt is what a user says, written by the chat template of the run after
     its system prompt. Otherwise it is a text to go on with, encoded as `trainshed generate` does.
     """
-    validation = recipe.data.validation
-    if validation is None or validation.prompts is None or tokenizer is None:
+    if recipe.data.prompted is None or tokenizer is None:
         return None
+    key, validation = recipe.data.prompted
+    assert validation.prompts is not None
     answer_tokens = validation.answer_tokens or DEFAULT_ANSWER_TOKENS
     if recipe.sample_format == "text":
         encoded = [tuple(tokenizer.backend.encode(text).ids) for text in validation.prompts]
@@ -80,7 +81,7 @@ def encode_prompts(
         with errors_with_recipe_keys(recipe.where("data.template")):
             encoded, end_tokens = _encode_chat(recipe, tokenizer, validation.prompts, options)
     for number, tokens in enumerate(encoded):
-        _check_length(recipe, number, len(tokens), answer_tokens)
+        _check_length(recipe, f"{key}.prompts.{number}", len(tokens), answer_tokens)
     return ValidationPrompts(validation.prompts, tuple(encoded), answer_tokens, frozenset(end_tokens))
 
 
@@ -131,8 +132,8 @@ def _answer_end(source: TemplateSource, tokenizer: Tokenizer, system: str | None
     return tuple(id for id in after[:1] if id in whole)
 
 
-def _check_length(recipe: Recipe, number: int, length: int, answer_tokens: int) -> None:
-    where = recipe.where(f"data.validation.prompts.{number}")
+def _check_length(recipe: Recipe, key: str, length: int, answer_tokens: int) -> None:
+    where = recipe.where(key)
     if length == 0:
         raise InputError("this prompt has no tokens", where=where, hint="write a text")
     room = recipe.data.sequence_length

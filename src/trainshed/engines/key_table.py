@@ -172,7 +172,7 @@ COMMON_UNSAID: Mapping[str, str] = {
     "tokenizer": _COPY,
     **dict.fromkeys(("data.skip", "data.stage", "train.z_loss", "checkpoint.to"), REFUSED),
     **dict.fromkeys(("data.validation.prompts", "data.validation.answer_tokens", "train.dpo"), REFUSED),
-    **dict.fromkeys(("train.early_stop", "checkpoint.best"), REFUSED),
+    **dict.fromkeys(("train.early_stop", "checkpoint.best", "train.phases", "data.validation.*"), REFUSED),
     "train.optimizer.name": "there is one, AdamW",
     "plugins": "they extend the stages that run before and after the engine",
     **dict.fromkeys(("train.optimizer.options", "train.loss.name", "train.loss.options", "observe.exporters"), REFUSED),
@@ -209,6 +209,7 @@ def unhonoured_problems(recipe: Recipe, engine: str) -> Iterator[Problem]:
     validation, train = recipe.data.validation, recipe.train
     absent: tuple[tuple[bool, KeyPath, str], ...] = (
         (train.mode == "dpo", ("train", "mode"), "is not rendered for pairs of answers (dpo)"),
+        (bool(recipe.data.named_validations), ("data", "validation"), "measures one validation set, not several"),
         (train.early_stop is not None, ("train", "early_stop"), "does not end a run by its validation loss"),
         (recipe.checkpoint.best is not None, ("checkpoint", "best"), "does not keep the best checkpoint apart"),
         (recipe.model.added_tokens is not None, ("model", "added_tokens"), "does not add tokens to a model"),

@@ -11,6 +11,7 @@ from trainshed.data.prompts import read_answers
 from trainshed.errors import TrainshedError
 from trainshed.plugins import plugins_not_run
 from trainshed.recipe import load_recipe
+from trainshed.recipe.phase_spans import written_steps
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import EVENTS, PREPARED_FILE, RECIPE_FILE
 from trainshed.storage import LocalStore
@@ -32,7 +33,7 @@ def report_run(run_folder: Path, reporter: Reporter = SILENT) -> Path | None:
 def _planned_steps(run_folder: Path) -> int | None:
     try:
         with plugins_not_run():
-            steps = load_recipe(str(run_folder / RECIPE_FILE)).train.steps
+            steps = written_steps(load_recipe(str(run_folder / RECIPE_FILE)))
         return steps or orjson.loads((run_folder / PREPARED_FILE).read_bytes()).get("steps")
     except (TrainshedError, OSError, ValueError):
         return None

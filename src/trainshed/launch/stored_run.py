@@ -22,6 +22,7 @@ from trainshed.observe.event_text import format_duration
 from trainshed.observe.run_status import RunStatus, read_run_status
 from trainshed.plugins import plugins_not_run
 from trainshed.recipe import Recipe, parse_recipe
+from trainshed.recipe.phase_spans import written_steps
 from trainshed.run_folder import (
     ATTEMPTS,
     CHECKPOINTS,
@@ -156,8 +157,8 @@ def read_run_recipe(store: Store) -> Recipe | None:
 def planned_steps(store: Store, recipe: Recipe | None = None) -> int | None:
     """Return how many steps a run is to have, by its own files; None where they do not say."""
     recipe = recipe or read_run_recipe(store)
-    if recipe is not None and recipe.train.steps is not None:
-        return recipe.train.steps
+    if recipe is not None and (steps := written_steps(recipe)) is not None:
+        return steps
     try:
         return orjson.loads(store.read(PREPARED_FILE)).get("steps")
     except (NotFound, orjson.JSONDecodeError):  # tokens or epochs, and it is not prepared

@@ -24,7 +24,14 @@ from trainshed.models.attention import Attention, context_parallel_positions, ro
 from trainshed.models.collectives import ParallelAxes, all_gather, reduce_scatter
 from trainshed.models.documents import AttentionMask, document_masks, document_positions
 from trainshed.models.layers import MLP, CounterDropout, Norm
-from trainshed.models.loss import LOSS_TERMS, VocabularyShard, linear_cross_entropy, replace_rows
+from trainshed.models.loss import (
+    LOSS_TERMS,
+    SourceLosses,
+    VocabularyShard,
+    linear_cross_entropy,
+    replace_rows,
+    source_terms,
+)
 from trainshed.models.moe import ROUTER_LOSS_TERMS, MoE
 from trainshed.models.offload import ActivationOffload
 from trainshed.models.parameters import AddedRows
@@ -39,7 +46,7 @@ from trainshed.models.quantization import QUANTIZED_LINEAR
 from trainshed.models.registered_loss import linear_token_loss
 from trainshed.models.token_loss import TokenLoss
 from trainshed.recipe import ModelConfig
-from trainshed.recipe.schema import Recompute
+from trainshed.recipe.layout import Recompute
 
 
 @dataclass(frozen=True)
@@ -55,11 +62,14 @@ class Regularization:
     """What takes the place of the cross-entropy; None: nothing does."""
     preference: PreferenceRule | None = None
     """How pairs of documents are compared, in place of the cross-entropy of tokens."""
+    source_slots: int = 0
+    """How many sources of samples the loss is told apart by; 0: it is not."""
 
     @property
     def output_terms(self) -> tuple[str, ...]:
         """What the last stage returns of a batch with labels, in this order."""
-        return LOSS_TERMS if self.preference is None else (*LOSS_TERMS, *PREFERENCE_FIGURES)
+        terms = LOSS_TERMS if self.preference is None else (*LOSS_TERMS, *PREFERENCE_FIGURES)
+        return (*terms, *source_terms(self.source_slots))
 
 
 @dataclass
@@ -301,6 +311,7 @@ class DecoderStage(nn.Module):
         samples: torch.Tensor | None = None,
         document_starts: torch.Tensor | None = None,
         reference_logps: torch.Tensor | None = None,
+        sources: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run a micro-batch through this stage.
 
@@ -310,6 +321,8 @@ class DecoderStage(nn.Module):
 
         A stage with a `PreferenceRule` needs to know the log-probabilities that the reference model gives the documents
         [B, document_slots(L)]. Without them it returns its own: it then is the reference.
+
+        `sources` [B] are the numbers of the rows' sources, by which a stage with `source_slots` tells its loss apart.
         """
         if self.spec.first:
             x = self._embed(x, samples, document_starts)
@@ -330,7 +343,13 @@ class DecoderStage(nn.Module):
         if labels is None:
             return hidden
         return self._head.with_rows(
-            partial(self._loss_terms, labels=labels, document_starts=document_starts, reference_logps=reference_logps),
+            partial(
+                self._loss_terms,
+                labels=labels,
+                document_starts=document_starts,
+                reference_logps=reference_logps,
+                sources=sources,
+            ),
             hidden,
         )
 
@@ -342,26 +361,28 @@ class DecoderStage(nn.Module):
         labels: torch.Tensor,
         document_starts: torch.Tensor | None,
         reference_logps: torch.Tensor | None,
+        sources: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the `output_terms` of hidden states [S, B, H]; a reference model returns log-probabilities."""
         if (preference := self.regularization.preference) is not None:
             assert document_starts is not None, "pairs are documents"
             return self._compare_pairs(preference, head, hidden, labels, document_starts, reference_logps)
+        source_losses = SourceLosses.of_rows(sources, len(hidden), self.regularization.source_slots)
         if (rule := self.regularization.token_loss) is not None:
-            return torch.stack(
-                linear_token_loss(
-                    hidden.flatten(0, 1),
-                    head.weight,
-                    labels.t().flatten(),
-                    self.normalization.tokens,
-                    rule,
-                    group=self.axes.tp,
-                    vocab_start=self.vocab_start,
-                    vocab_size=self.config.vocab_size,
-                    trained_rows=head.trained_rows(),
-                    trained_start=head.trained_start,
-                )
+            terms = linear_token_loss(
+                hidden.flatten(0, 1),
+                head.weight,
+                labels.t().flatten(),
+                self.normalization.tokens,
+                rule,
+                group=self.axes.tp,
+                vocab_start=self.vocab_start,
+                vocab_size=self.config.vocab_size,
+                trained_rows=head.trained_rows(),
+                trained_start=head.trained_start,
+                source_losses=source_losses,
             )
+            return self._with_source_losses(torch.stack(terms), source_losses)
         loss, z = linear_cross_entropy(
             hidden.flatten(0, 1),
             head.weight,
@@ -373,8 +394,15 @@ class DecoderStage(nn.Module):
             vocab_size=self.config.vocab_size,
             trained_rows=head.trained_rows(),
             trained_start=head.trained_start,
+            source_losses=source_losses,
         )
-        return torch.stack([loss, z])
+        return self._with_source_losses(torch.stack([loss, z]), source_losses)
+
+    def _with_source_losses(self, terms: torch.Tensor, source_losses: SourceLosses | None) -> torch.Tensor:
+        """Return the terms of a loss, followed by what the sources have of it; zeros where no sources are known."""
+        if not (slots := self.regularization.source_slots):
+            return terms
+        return torch.cat([terms, terms.new_zeros(slots) if source_losses is None else source_losses.sums.to(terms)])
 
     def _layers(
         self,

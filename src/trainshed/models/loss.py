@@ -33,6 +33,31 @@ _VOCABULARY_MULTIPLE = 64
 sixth of the speed. Rows of zeros are added to the copy that is multiplied, and their logits are minus infinity."""
 
 
+def source_terms(slots: int) -> tuple[str, ...]:
+    """Return the names of the parts of a loss that the sources of its samples have, in their order."""
+    return tuple(f"source_loss_{number}" for number in range(slots))
+
+
+class SourceLosses:
+    """Sums the losses of tokens by the source of their sample, beside the loss; it has no part in the gradient."""
+
+    def __init__(self, numbers: torch.Tensor, slots: int) -> None:
+        self._numbers, self._slots = numbers, slots
+        self.sums = torch.zeros(slots, dtype=torch.float64, device=numbers.device)
+
+    @classmethod
+    def of_rows(cls, sources: torch.Tensor | None, columns: int, slots: int) -> SourceLosses | None:
+        """Make one for tokens [S · B], rows varying fastest, from the sources of rows [B]; None without sources."""
+        return None if sources is None or not slots else cls(sources.repeat(columns), slots)
+
+    @torch.no_grad()
+    def add(self, losses: torch.Tensor, start: int = 0) -> None:
+        """Add the weighted losses of tokens [C] from token `start` on."""
+        numbers = self._numbers[start : start + len(losses)]
+        slots = torch.arange(self._slots, device=numbers.device)
+        self.sums += torch.where(numbers == slots[:, None], losses.double(), 0.0).sum(1)
+
+
 @dataclass(frozen=True)
 class VocabularyShard:
     """This rank's part of the vocabulary, cut over tp: from row `start` on, of `size` rows in all.
@@ -241,6 +266,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale: torch.Tensor,
         z_loss: float,
         vocabulary: VocabularyShard,
+        source_losses: SourceLosses | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = sum_dtype(hidden.dtype)
         result = cross_entropy_pass(
@@ -254,13 +280,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             wants_grad_weight=ctx.needs_input_grad[1] or ctx.needs_input_grad[2],
             trained_rows=trained_rows,
         )
+        if source_losses is not None:
+            source_losses.add(result.entropy)
         ctx.save_for_backward(result.grad_hidden, result.grad_weight)
         ctx.mark_non_differentiable(result.z)
         return result.entropy.sum() + result.z, result.z
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *place_row_gradients(ctx, backward_of_saved(ctx, grads[0])), *(None,) * 4
+        return *place_row_gradients(ctx, backward_of_saved(ctx, grads[0])), *(None,) * 5
 
 
 def linear_cross_entropy(
@@ -275,6 +303,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     trained_rows: torch.Tensor | None = None,
     trained_start: int = 0,
+    source_losses: SourceLosses | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (loss, the z-loss part of it) of hidden states [T, H] against labels [T].
 
@@ -283,11 +312,12 @@ def linear_cross_entropy(
     The result is the same on all ranks of the group; the gradient of `hidden` is this rank's part of a sum.
 
     `trained_rows` [n, H] are used in place of the rows of `weight` from `trained_start` on; `weight` is frozen then.
+    `source_losses` are given the loss of each token, without the z-loss.
     """
     if vocab_size is None:
         if group.size > 1:
             raise ValueError("ranks that share a vocabulary need to be told its size")
         vocab_size = weight.shape[0]
     vocabulary = VocabularyShard(vocab_size, group, vocab_start, trained_start)
-    loss, z = _LinearCrossEntropy.apply(hidden, weight, trained_rows, labels, scale, z_loss, vocabulary)
+    loss, z = _LinearCrossEntropy.apply(hidden, weight, trained_rows, labels, scale, z_loss, vocabulary, source_losses)
     return loss, z.detach()

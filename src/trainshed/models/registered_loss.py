@@ -83,6 +83,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         vocab_start: int,
         vocab_size: int,
         trained_start: int,
+        source_losses: cross_entropy.SourceLosses | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         wants_grad = any(ctx.needs_input_grad)
@@ -104,11 +105,14 @@ class _LinearTokenLoss(torch.autograd.Function):
             with torch.set_grad_enabled(wants_grad):
                 logits = VocabularyLogits(values, group, vocab_start, vocab_size)
                 known = torch.where(counted, label, 0)
-                slice_loss = (rule.loss(logits, known) * share).sum()
+                token_losses = rule.loss(logits, known) * share
+                slice_loss = token_losses.sum()
                 term = rule.extra(logits, known)
                 slice_extra = torch.zeros_like(slice_loss) if term is None else (term * share).sum()
                 slice_total = slice_loss + slice_extra
             total, extra = total + slice_total.detach(), extra + slice_extra.detach()
+            if source_losses is not None:
+                source_losses.add(token_losses.detach(), start)
             if grad_hidden is None:
                 continue
             gradient = torch.autograd.grad(slice_total, values)[0].to(hidden.dtype)
@@ -127,7 +131,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         factor = grads[0]
         scaled = None if grad_weight is None else grad_weight * factor.to(grad_weight.dtype)
         placed = cross_entropy.place_row_gradients(ctx, (grad_hidden * factor.to(grad_hidden.dtype), scaled))
-        return *placed, *(None,) * 7
+        return *placed, *(None,) * 8
 
 
 def linear_token_loss(
@@ -142,13 +146,15 @@ def linear_token_loss(
     vocab_size: int,
     trained_rows: torch.Tensor | None = None,
     trained_start: int = 0,
+    source_losses: cross_entropy.SourceLosses | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (loss, the extra part of it) of hidden states [T, H] against labels [T], as `linear_cross_entropy` does.
 
     `weight` [V, H] is this rank's part of the vocabulary, from `vocab_start` on. The result is the same on all ranks of
-    the group, the gradient of `hidden` this rank's part of a sum. `trained_rows` are those of `linear_cross_entropy`.
+    the group, the gradient of `hidden` this rank's part of a sum. `trained_rows` and `source_losses` are those of
+    `linear_cross_entropy`.
     """
     total, extra = _LinearTokenLoss.apply(
-        hidden, weight, trained_rows, labels, scale, rule, group, vocab_start, vocab_size, trained_start
+        hidden, weight, trained_rows, labels, scale, rule, group, vocab_start, vocab_size, trained_start, source_losses
     )
     return total, extra.detach()

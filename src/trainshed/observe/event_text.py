@@ -42,7 +42,13 @@ class EventFormatter:
             return f"base weights: loss {event['loss']:.4f} on the probe batch, {event['expected']:.4f} when fetched"
         if kind == "validation":
             parts = [f"validation after step {event['step']}: loss {_format_number(event['loss'], '.4f')}"]
-            return "  ".join([*parts, *_reward_parts(event)])
+            sets = (f"{name} {_format_number(loss, '.4f')}" for name, loss in (event.get("set_losses") or {}).items())
+            return "  ".join([*parts, *sets, *_reward_parts(event)])
+        if kind == "train_phase":
+            return (
+                f"phase {event['name']} ({event['number']} of {event['of']}), up to step {event['last_step']}: "
+                f"{event['global_batch']} × {event['sequence_length']} tokens a step on {event['layout']}"
+            )
         if kind == "answers":
             return format_answers(event["answers"])
         if kind == "early_stop":

@@ -128,6 +128,29 @@ class StepEvent(Event):
     logp_chosen: float | None = None
     logp_rejected: float | None = None
     memory_gib: float | None = None
+    source_losses: Mapping[str, float | None] | None = None
+    """The loss of each source that the batch has samples of, where there are several."""
+    train_phase: str | None = None
+    """The part of `train.phases` that it belongs to."""
+    samples: int | None = None
+    """What the run has consumed so far, where phases have samples of different lengths."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPhaseEvent(Event):
+    """A part of `train.phases` begins, or goes on after a restart; its first step (from 0) is `first_step`."""
+
+    kind = "train_phase"
+    needs_step = True
+    name: str
+    number: int
+    of: int
+    first_step: int
+    last_step: int
+    """The step before which it ends."""
+    sequence_length: int
+    global_batch: int
+    layout: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +225,8 @@ class ValidationEvent(Event):
     loss: float | None
     batches: int | None = None
     seconds: float | None = None
+    set_losses: Mapping[str, float | None] | None = None
+    """The losses of named sets that were measured; `loss` is that of the first."""
     reward_chosen: float | None = None
     reward_rejected: float | None = None
     reward_margin: float | None = None

@@ -258,10 +258,16 @@ def _slowed_steps(events: Sequence[dict[str, Any]]) -> dict[int, str]:
 
 
 def with_final_batch(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the steps that have the batch of the last one; all of them where the batch is not known."""
+    """Return the steps that have the batch and the phase of the last one; all where the batch is not known."""
     sizes = [_batch_size(steps[index - 1] if index else None, step) for index, step in enumerate(steps)]
     known = [size for size in sizes if size is not None]
-    return [step for step, size in zip(steps, sizes, strict=True) if size is None or size == known[-1]]
+    phase = steps[-1].get("train_phase") if steps else None
+    same_phase = (step.get("train_phase") == phase for step in steps)
+    return [
+        step
+        for step, size, is_same in zip(steps, sizes, same_phase, strict=True)
+        if is_same and (size is None or size == known[-1])
+    ]
 
 
 def _batch_size(before: dict[str, Any] | None, step: dict[str, Any]) -> int | None:

@@ -78,9 +78,12 @@ def read_run_recipe(store: Store, folder: str) -> Recipe | None:
 
 
 def run_facts(store: Store, folder: str, events: Iterable[Mapping[str, Any]] = ()) -> TrainingFacts:
-    """Return what a run's folder says; `events` are those of the run."""
-    recipe = read_run_recipe(store, folder)
+    """Return what a run's folder says; `events` are those of the run. Of a run in phases they are those of its last."""
+    recipe, events = read_run_recipe(store, folder), list(events)
     facts = TrainingFacts() if recipe is None else recipe_facts(recipe)
+    if phases := [event for event in events if event["kind"] == "train_phase"]:
+        shape = {key: phases[-1][key] for key in ("sequence_length", "global_batch")}
+        facts = replace(facts, **shape)
     starts = [event for event in events if event["kind"] == "start"]
     if starts and starts[-1].get("engine") is None:
         device = starts[-1]["device"]

@@ -27,6 +27,8 @@ class RunStatus:
     mfu: float | None = None
     tokens_per_second_per_gpu: float | None = None
     phase: str | None = None
+    train_phase: str | None = None
+    """The part of `train.phases` that the last step belongs to."""
     last_error: str | None = None
     ended: str | None = None
     early_stop: str | None = None
@@ -45,7 +47,7 @@ class RunStatus:
         if self.step is None:
             return self.stage or (f"in {self.phase}" if self.phase else "")
         total = f" of {self.steps:,}" if self.steps else ""
-        parts = [f"step {self.step:,}{total}"]
+        parts = [f"step {self.step:,}{total}", *([f"phase {self.train_phase}"] if self.train_phase else [])]
         if self.eta_seconds:
             parts.append(f"{format_duration(self.eta_seconds)} left")
         if self.loss is not None:
@@ -101,6 +103,8 @@ class StatusTracker:
             values["early_stop"] = event["reason"]
         elif kind == "phase":
             values["phase"] = event["name"]
+        elif kind == "train_phase":
+            values["train_phase"] = event["name"]
         elif kind == "failure":
             values["last_error"], values["ended"] = event["what"], "failed"
         elif kind == "end" and event.get("rank") in (0, None):

@@ -83,7 +83,7 @@ def auto_layout_for_cpu(run: PlannedModel, ranks: int, memory_gib: float) -> Aut
     model = model_shape(run.config)
     sequence_gib = _cpu_activations_gib(model, run)
     room = _CPU_SHARE * memory_gib / ranks - _states_gib(model, run)
-    share = gcd(*run.batch_sizes) // ranks or 1
+    share = gcd(*run.layout_batch_sizes) // ranks or 1
     fitting = [size for size in divisors(share) if size * sequence_gib <= room]
     micro_batch = max(fitting, default=1)
     layout = resolve_layout(Layout(dp=ranks, micro_batch=micro_batch), run.config)

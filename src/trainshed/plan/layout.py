@@ -18,7 +18,7 @@ from typing import Any
 
 from trainshed.errors import InputError
 from trainshed.recipe import Layout, ModelConfig, Recipe, yaml_io
-from trainshed.recipe.schema import Offload, PipelineSchedule, Recompute, Shard
+from trainshed.recipe.layout import Offload, PipelineSchedule, Recompute, Shard
 from trainshed.recipe.validation import nearest_key, sibling_keys
 from trainshed.recipe.yaml_io import dotted_key
 

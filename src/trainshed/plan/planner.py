@@ -25,6 +25,7 @@ from trainshed.plan.performance.engine_constants import EngineOptions, engine_co
 from trainshed.plan.performance.evidence import PredictionEvidence, evidence_for
 from trainshed.plan.performance.memory import GpuMemory
 from trainshed.plan.performance.prediction import LayoutPrediction, StagePrediction
+from trainshed.plan.phase_plan import PhasePrediction, PlannedPhase, mean_step_seconds, predict_phases
 from trainshed.plan.report.text import MEMORY_PARTS, explain_layout, format_percent, format_seconds
 from trainshed.plan.search.scaling import ScalingCurve, ScalingPoint, scaling_curve
 from trainshed.plan.search.search import (
@@ -65,6 +66,8 @@ class PlanRequest:
     """For a scaling curve: every number of GPUs in it."""
     terms: RunTerms = field(default_factory=RunTerms)
     """How long it runs, how often it saves, what it costs."""
+    phases: tuple[PlannedPhase, ...] = ()
+    """The phases of `train.phases`; the training is the one with the longest sequences."""
     notes: tuple[str, ...] = field(default=())
     """What was chosen for the person who wrote the recipe or the flags, and why."""
 
@@ -133,6 +136,14 @@ class PlannedModel:
     """Length of the document that an average token is in, where documents are kept apart; None: they are not."""
     preference: bool = False
     """Whether it is DPO, which runs a reference forward."""
+    phases: tuple[PlannedPhase, ...] = ()
+    """The phases of `train.phases`; the other fields are those of the one with the longest sequences."""
+
+    @property
+    def layout_batch_sizes(self) -> tuple[int, ...]:
+        """Every global batch size that the layout must divide: also those of other phases that have no own layout."""
+        others = (phase.global_batch for phase in self.phases if phase.layout is None)
+        return tuple(sorted({*self.batch_sizes, *others}))
 
     @property
     def quantized(self) -> bool:
@@ -181,9 +192,10 @@ def build_request(
         layout=model.layout,
         places=recipe.places if recipe is not None and not layout_flag else None,
         calibrations=read_calibrations(file) if file is not None else None,
-        batch_sizes=model.batch_sizes,
+        batch_sizes=model.layout_batch_sizes,
         gpu_counts=tuple(gpus) if len(gpus) > 1 else (),
         terms=_run_terms(model, recipe, cluster, machine, price),
+        phases=model.phases,
         notes=model.notes,
     )
 
@@ -230,6 +242,8 @@ class Plan:
     budget: RunBudget | None = None
     """Hours, money, checkpoints, failures, host memory and data."""
     scaling: ScalingCurve | None = None
+    phases: tuple[PhasePrediction, ...] = ()
+    """What is predicted of each phase; `chosen` is that of the one with the longest sequences."""
 
     def predicted_figures(self) -> dict[str, Any]:
         """Return what is stored with an attempt, to hold its measured steps against."""
@@ -269,6 +283,7 @@ class Plan:
             "run": run or None,
             "energy_kwh": run.get("energy_kwh"),
             "scaling": None if self.scaling is None else scaling_plain(self.scaling),
+            **({"phases": [phase.to_plain() for phase in self.phases]} if self.phases else {}),
         }
 
     def _training_plain(self) -> dict[str, Any]:
@@ -366,7 +381,8 @@ def make_plan(request: PlanRequest, *, top: int = 5, explained: bool = False) ->
         request, more = _at_most_gpus(request, curve)
         notes += more
     result = _search_or_evaluate(request, top)
-    budget = run_budget(request.training, result.chosen, request.terms)
+    phases = predict_phases(request.phases, request.training, result.chosen.layout, request.engine, request.places)
+    budget = run_budget(request.training, result.chosen, request.terms, step_seconds=mean_step_seconds(phases))
     calibration = _used_calibration(request)
     calibrated = calibration is not None and bool(calibration["entry"])
     evidence = evidence_for(request.training, request.engine, result.chosen, calibrated=calibrated)
@@ -377,12 +393,21 @@ def make_plan(request: PlanRequest, *, top: int = 5, explained: bool = False) ->
         rejected=result.rejected,
         searched=request.layout is None,
         considered=result.considered,
-        notes=(*budget.warnings, *result.notes, *evidence.notes, *request.notes, *notes, *budget.notes),
+        notes=(
+            *budget.warnings,
+            *result.notes,
+            *(phase.text() for phase in phases),
+            *evidence.notes,
+            *request.notes,
+            *notes,
+            *budget.notes,
+        ),
         explanation=tuple(_explanation(request, result.chosen)) if explained else (),
         calibration=calibration,
         evidence=evidence,
         budget=budget,
         scaling=curve,
+        phases=phases,
     )
 
 

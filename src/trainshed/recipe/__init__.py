@@ -13,6 +13,7 @@ from trainshed.recipe.cluster import (
     load_cluster,
 )
 from trainshed.recipe.data import DataSection, Source, Split, ValidationSource
+from trainshed.recipe.layout import Layout
 from trainshed.recipe.load import find_recipe, load_recipe, parse_recipe, run_id, shipped_recipes, to_plain, to_yaml
 from trainshed.recipe.model import (
     ModelConfig,
@@ -28,7 +29,6 @@ from trainshed.recipe.schema import (
     Checkpoint,
     Elastic,
     Engine,
-    Layout,
     Observe,
     Profile,
     Recipe,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from trainshed.recipe.registered import choice_or_registered
 from trainshed.recipe.section import (
@@ -167,6 +167,28 @@ class ValidationSource(SourceKeys):
             yield Problem(("answer_tokens",), "is read with `prompts` only", "write `prompts: [...]`, or delete it")
 
 
+SET_NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]*$"
+SetName = Annotated[str, Field(pattern=SET_NAME_PATTERN)]
+
+
+def _validation_shape(value: Any) -> str:
+    """Tell several named sets from one: below each name stands a mapping, and no name is a key of a set."""
+    is_named = (
+        isinstance(value, dict)
+        and bool(value)
+        and not any(key in ValidationSource.model_fields for key in value)
+        and all(isinstance(part, dict | BaseModel) for part in value.values())
+    )
+    return "(named sets)" if is_named else "(one set)"
+
+
+ValidationSection = Annotated[
+    Annotated[ValidationSource, Tag("(one set)")] | Annotated[dict[SetName, ValidationSource], Tag("(named sets)")],
+    Discriminator(_validation_shape),
+]
+"""One `ValidationSource`, or several by their names."""
+
+
 class Split(Section):
     """How the documents of the training sources are shared out."""
 
@@ -239,7 +261,12 @@ class DataSection(Section):
         Field(strict=False),
         BeforeValidator(as_list, json_schema_input_type=Source | list[Source]),
     ] = Field((), description="One source or a list of them")
-    validation: ValidationSource | None = Field(None, description="Measure the loss on other documents during the run")
+    validation_: ValidationSection | None = Field(
+        None,
+        alias="validation",
+        description="Measure the loss on other documents during the run: one set, or several by name "
+        "(`{articles: {path: …}, code: {path: …}}`), of which `early_stop` and `checkpoint.best` read the first",
+    )
     split: Split | None = Field(None, description="Share the documents of `train` out, where one corpus feeds both")
     skip: Annotated[tuple[SkipRange, ...], Field(strict=False)] = Field(
         (), description="Sample ranges [start, stop) that are left out; may grow while a run goes on"
@@ -263,6 +290,29 @@ class DataSection(Section):
             if isinstance(share, int | float) and share > 0:
                 return given | {"validation": {}}
         return given
+
+    @property
+    def validation(self) -> ValidationSource | None:
+        """The one validation set; None where there is none, or where there are several by name."""
+        return self.validation_ if isinstance(self.validation_, ValidationSource) else None
+
+    @property
+    def named_validations(self) -> dict[str, ValidationSource]:
+        """The validation sets that have names, in order; none where there is one without."""
+        return self.validation_ if isinstance(self.validation_, dict) else {}
+
+    @property
+    def validations(self) -> dict[str, ValidationSource]:
+        """Every validation set by its name, the one that decides first; one without a name is called `validation`."""
+        return self.named_validations or ({} if self.validation is None else {"validation": self.validation})
+
+    @property
+    def prompted(self) -> tuple[str, ValidationSource] | None:
+        """The validation set that asks the model something, with its key; None where none does."""
+        for name, source in self.validations.items():
+            if source.prompts is not None:
+                return (f"data.validation.{name}" if self.named_validations else "data.validation"), source
+        return None
 
     @property
     def answers(self) -> AnswerSettings:
@@ -291,8 +341,14 @@ class DataSection(Section):
     def problems(self) -> Iterator[Problem]:
         """Sources, weights, split and skip ranges against each other."""
         if self.synthetic:
-            for key in ("train", "validation", "split", "skip"):
-                if getattr(self, key):
+            unread = (
+                ("train", self.train),
+                ("validation", self.validations),
+                ("split", self.split),
+                ("skip", self.skip),
+            )
+            for key, value in unread:
+                if value:
                     yield Problem((key,), "is not read with synthetic data", "delete it, or `synthetic`")
         else:
             if not self.train:
@@ -318,22 +374,39 @@ class DataSection(Section):
                 break
 
     def _validation_problems(self) -> Iterator[Problem]:
-        if self.validation is None:
+        sets = self.validations
+        if not sets:
             return
-        if self.split is None and self.validation.kind is None:
+        split_sets = [name for name, source in sets.items() if source.kind is None]
+        for name in split_sets if self.split is None else ():
             yield Problem(
-                ("validation",),
+                ("validation", name) if self.named_validations else ("validation",),
                 "has no documents",
                 "write `path: …` there, or `split: {train: 0.98, validation: 0.02}` under `data`",
             )
-        if self.split is not None and self.validation.kind is not None:
+        if self.split is not None and not split_sets:
             yield Problem(("split",), "`validation` already has its own documents", "delete `split`, or the source")
-        if self.split is not None and self.validation.kind is None and not self.split.validation:
+        yield from self._named_set_problems()
+        if self.split is not None and split_sets and not self.split.validation:
             yield Problem(
                 ("split", "validation"),
                 "is 0, but the loss is to be measured",
                 "split: {train: 0.98, validation: 0.02}",
             )
+
+    def _named_set_problems(self) -> Iterator[Problem]:
+        """Sets are measured together with the first; one of them at most asks the model something."""
+        first = next(iter(self.validations.values()))
+        asking = [name for name, source in self.named_validations.items() if source.prompts is not None]
+        for name, source in self.named_validations.items():
+            if source.every % first.every:
+                yield Problem(
+                    ("validation", name, "every"),
+                    f"is not a multiple of {first.every}, that of the first set: they are measured together",
+                    f"write {source.every // first.every * first.every or first.every}",
+                )
+        for name in asking[1:]:
+            yield Problem(("validation", name, "prompts"), f"`{asking[0]}` has prompts already", "keep them in one set")
 
     def _skip_problems(self) -> Iterator[Problem]:
         end = 0

@@ -13,6 +13,7 @@ from typing import Any
 
 from trainshed.errors import InputError, RecipeError
 from trainshed.recipe.overrides import apply_overrides
+from trainshed.recipe.phases import without_lengths
 from trainshed.recipe.registered import load_named_plugins
 from trainshed.recipe.schema import FORMAT_VERSION, Recipe
 from trainshed.recipe.section import Section
@@ -146,11 +147,11 @@ def _plain_value(value: Any, defaults: bool) -> Any:
 def run_id(recipe: Recipe) -> str:
     """Return 8 hex digits of what makes this training this training, so that a rerun finds its run.
 
-    Model, tokenizer, data, train and seed count, except the length of the run and of its cosine or linear decay,
-    `train.early_stop`, `data.skip`, `data.stage`, the prompts of `data.validation` and `model.verdict`. So does the
-    source of plugins, where there are any. Layout, engine, checkpoint, observe, resources and store do not: a run may
-    continue elsewhere. Files at an address do not either (their artefacts have hashes of their own): pin revisions to
-    tell them apart.
+    Model, tokenizer, data, train and seed count, except the length of the run, of its phases and of its cosine or
+    linear decay, the name and the layout of a phase, `train.early_stop`, `data.skip`, `data.stage`, the prompts of
+    `data.validation` and `model.verdict`. So does the source of plugins, where there are any. Layout, engine,
+    checkpoint, observe, resources and store do not: a run may continue elsewhere. Files at an address do not either
+    (their artefacts have hashes of their own): pin revisions to tell them apart.
     """
     canonical = json.dumps(run_identity(recipe), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:8]
@@ -167,11 +168,20 @@ def run_identity(recipe: Recipe) -> dict[str, Any]:
     for section, keys in NOT_IN_ID.items():
         identity[section] = {key: value for key, value in plain[section].items() if key not in keys}
     if isinstance(validation := plain["data"].get("validation"), dict):
-        shown = {key: value for key, value in validation.items() if key not in PROMPT_KEYS}
+        shown = _without_prompts(validation)
+        if recipe.data.named_validations:
+            shown = {name: _without_prompts(one_set) for name, one_set in validation.items()}
         identity["data"] = {**(identity["data"] or {}), "validation": shown}
+    if recipe.train.phases is not None:
+        phases = [without_lengths(phase) for phase in plain["train"]["phases"]]
+        identity["train"] = {**(identity["train"] or {}), "phases": phases}
     if recipe.plugins:
         identity["plugins"] = {source.name: source.sha256 for source in recipe.plugin_sources}
     return identity
+
+
+def _without_prompts(validation: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in validation.items() if key not in PROMPT_KEYS}
 
 
 def copy_shipped_recipe(name: str, destination: Path) -> list[Path]:
@@ -183,8 +193,8 @@ def copy_shipped_recipe(name: str, destination: Path) -> list[Path]:
     recipe = load_recipe(source)
     target = destination if destination.suffix in YAML_SUFFIXES else destination / source.name
     copies = {target: source}
-    for entry in (*recipe.data.train, recipe.data.validation):
-        if entry is not None and entry.script is not None and not Path(entry.script).is_absolute():
+    for _, entry in recipe.sources():
+        if entry.script is not None and not Path(entry.script).is_absolute():
             copies[target.parent / entry.script] = source.parent / entry.script
     template = recipe.data.template_file
     if template is not None and not Path(template).is_absolute():

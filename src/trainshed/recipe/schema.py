@@ -1,8 +1,7 @@
 """The recipe as a whole, its smaller sections, and what the sections ask of each other.
 
-`model`, `data`, `train`, `budgets`, `export` and `serve` have modules of their own. The others are here: `layout`
-(its arithmetic lives in `plan/layout.py`; only what is wrong for any model and cluster is refused here), `engine`,
-`checkpoint`, `observe`, `resources` and `elastic`.
+`model`, `data`, `train`, `layout`, `budgets`, `export` and `serve` have modules of their own. The others are here:
+`engine`, `checkpoint`, `observe`, `resources` and `elastic`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from trainshed.plugins import PluginSource, load_plugins, registered_names
 from trainshed.recipe.budgets import Budgets
@@ -23,6 +22,7 @@ from trainshed.recipe.exporters import (
     WandbProject,
     expand_prometheus,
 )
+from trainshed.recipe.layout import LayoutSection
 from trainshed.recipe.model import ModelConfig, ModelSection, TokenizerSection, TrainedTokenizer
 from trainshed.recipe.notify import Notifications
 from trainshed.recipe.profile import Profile
@@ -41,83 +41,10 @@ from trainshed.recipe.section import (
     Section,
     StoreAddress,
     Text,
-    by_shape,
 )
 from trainshed.recipe.serving import Export, Serve
 from trainshed.recipe.train import TrainSection, lora_problems
 from trainshed.recipe.yaml_io import KeyPath, SourceMap
-
-Shard = Literal["none", "zero1", "zero2", "full"]
-Recompute = Literal["none", "selective", "full"]
-Offload = Literal["activations"]
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
-
-
-class Layout(Section):
-    """A layout written out. Every key left out is 1, except `dp`: it takes the ranks that are left."""
-
-    tp: PositiveInt = Field(1, description="Tensor parallel, with sequence parallel")
-    pp: PositiveInt = Field(1, description="Pipeline stages")
-    vp: PositiveInt = Field(1, description="Model chunks per pipeline rank (interleaving)")
-    cp: PositiveInt = Field(1, description="Context parallel")
-    ep: PositiveInt = Field(1, description="Expert parallel, inside dp · cp · tp")
-    etp: PositiveInt = Field(1, description="Tensor parallel within experts")
-    dp: PositiveInt | None = Field(None, description="Data parallel; left out: what the other keys leave of the ranks")
-    replicate: PositiveInt = Field(1, description="Hybrid sharding: copies of the model among the dp ranks")
-    shard: Shard = Field(
-        "zero1",
-        description="What dp ranks share out: nothing, optimiser states, gradients too, weights too; "
-        "with `schedule: zero_bubble` of the engine torch the first two alone",
-    )
-    micro_batch: PositiveInt = Field(1, description="Sequences per forward pass on one rank")
-    recompute: Recompute = Field("none", description="Activations computed again in backward")
-    offload: Offload | None = Field(
-        None, description="What waits in the host's memory between forward and backward; left out: nothing"
-    )
-    schedule: PipelineSchedule | None = Field(
-        None, description="Pipeline schedule; left out: 1f1b, or interleaved where vp > 1"
-    )
-    stages: Annotated[tuple[PositiveInt, ...], Field(strict=False)] | None = Field(
-        None,
-        description="Layers of each of the pp · vp chunks, where they are uneven",
-        examples=[[7, 8, 8, 7]],
-    )
-
-    def problems(self) -> Iterator[Problem]:
-        """Pipeline and sharding keys that contradict each other."""
-        if self.vp > 1 and self.pp == 1:
-            yield Problem(
-                ("vp",),
-                f"vp: {self.vp} interleaves a pipeline, and pp is 1",
-                "write pp: 2 or more, or delete vp",
-            )
-        if self.schedule is not None and self.pp == 1:
-            yield Problem(("schedule",), "is not read without a pipeline", "write pp: 2 or more, or delete it")
-        elif self.schedule == "interleaved" and self.vp == 1:
-            yield Problem(("schedule",), "interleaved needs vp of 2 or more", "write vp: 2, or `schedule: 1f1b`")
-        elif self.schedule in ("1f1b", "gpipe") and self.vp > 1:
-            yield Problem(
-                ("schedule",),
-                f"{self.schedule} has one chunk per rank, and vp is {self.vp}",
-                "write `schedule: interleaved`, or delete vp",
-            )
-        if self.stages is not None and len(self.stages) != self.pp * self.vp:
-            yield Problem(
-                ("stages",),
-                f"{len(self.stages)} numbers for pp · vp = {self.pp * self.vp} chunks",
-                "write the layers of every chunk",
-            )
-        if self.dp is not None and self.dp % self.replicate:
-            yield Problem(
-                ("replicate",), f"{self.replicate} does not divide dp: {self.dp}", f"write a divisor of {self.dp}"
-            )
-
-
-LayoutSection = Annotated[
-    Annotated[Literal["auto"], Tag("(text)")] | Annotated[Layout, Tag("(a mapping)")],
-    by_shape,
-]
-"""`auto` (the planner chooses) or a `Layout`."""
 
 
 class Engine(Section):
@@ -381,6 +308,7 @@ class Recipe(Section):
                 "write `precision: bf16`, or `engine: megatron`",
             )
         yield from self._answer_problems()
+        yield from self._phase_problems()
         if self.data.synthetic and self.train.epochs is not None:
             yield Problem(("train", "epochs"), "synthetic data has no end to pass", "write `steps` or `tokens`")
         steps = self._known_steps()
@@ -430,12 +358,7 @@ class Recipe(Section):
                     yield Problem(("data", key), what, "delete it")
         if form != "text" and data.document_mask is False:
             yield Problem(("data", "document_mask"), f"{form} samples are always kept apart", "delete it")
-        sources: list[tuple[KeyPath, SourceKeys]] = [
-            (("data", "train", number), source) for number, source in enumerate(data.train)
-        ]
-        if data.validation is not None:
-            sources.append((("data", "validation"), data.validation))
-        for path, source in sources:
+        for path, source in self.sources():
             for column in source.columns or {}:
                 if column not in SAMPLE_COLUMNS[form]:
                     known = ", ".join(SAMPLE_COLUMNS[form])
@@ -450,19 +373,39 @@ class Recipe(Section):
             (("train", "early_stop"), train.early_stop),
             (("checkpoint", "best"), self.checkpoint.best),
         ):
-            if asked is not None and data.validation is None:
+            if asked is not None and not data.validations:
                 yield Problem(path, "needs a validation loss, and none is measured", "write `data.validation`")
+
+    def sources(self) -> Iterator[tuple[KeyPath, SourceKeys]]:
+        """Every source of documents with its key: those of training, of validation, and of phases."""
+        yield from ((("data", "train", number), source) for number, source in enumerate(self.data.train))
+        for name, source in self.data.validations.items():
+            yield ("data", "validation", name) if self.data.named_validations else ("data", "validation"), source
+        for number, phase in enumerate(self.train.phases or ()):
+            for index, source in enumerate(phase.data.train if phase.data is not None else ()):
+                yield ("train", "phases", number, "data", "train", index), source
+
+    def _phase_problems(self) -> Iterator[Problem]:
+        """What phases ask of the data and of the run."""
+        if self.train.phases is not None and self.engine.name != "torch":
+            what = f"{self.engine.name} does not train in phases"
+            yield Problem(("train", "phases"), what, "delete it, or write engine: torch")
+        if self.train.phases is not None and self.elastic is not None:
+            yield Problem(("elastic",), "a run in phases does not go on with fewer nodes", "delete it, or the phases")
+        for number, phase in enumerate(self.train.phases or ()):
+            path: KeyPath = ("train", "phases", number)
+            if phase.sequence_length is None and self.data.sequence_length is None:
+                yield Problem((*path, "sequence_length"), "is missing", "write it here, or `data.sequence_length`")
+            if phase.data is not None and self.data.synthetic:
+                for key in ("train", "skip"):
+                    if getattr(phase.data, key):
+                        yield Problem((*path, "data", key), "is not read with synthetic data", "delete it")
 
     def registered_names(self) -> Iterator[tuple[KeyPath, str, str | None]]:
         """Every key that may name a class of a plugin, with the kind of class and the name."""
         yield ("train", "optimizer", "name"), "optimizer", self.train.optimizer.name
         yield ("train", "loss"), "loss", self.train.loss.name if self.train.loss is not None else None
-        yield from (
-            (("data", "train", number, "format"), "text format", source.format)
-            for number, source in enumerate(self.data.train)
-        )
-        if self.data.validation is not None:
-            yield ("data", "validation", "format"), "text format", self.data.validation.format
+        yield from (((*path, "format"), "text format", source.format) for path, source in self.sources())
         if self.model.config is not None:
             yield ("model", "config", "family"), "model family", self.model.config.family
         yield from ((("observe", "exporters", name), "exporter", name) for name in self.observe.exporters or {})
@@ -472,6 +415,8 @@ class Recipe(Section):
     def _known_steps(self) -> int | None:
         """The length of the run in steps, where it can be known without its data."""
         train, length = self.train, self.data.sequence_length
+        if train.phases is not None:
+            return None
         if train.tokens is None or train.batch_ramp is not None or length is None:
             return train.steps
         return -(-train.tokens // (length * train.global_batch))
@@ -523,9 +468,8 @@ class Recipe(Section):
             yield Problem(("tokenizer",), "is missing: a server must know the model's words", f"tokenizer: {like}")
 
     def _tokenizer_problems(self) -> Iterator[Problem]:
-        sources = [*self.data.train, *([self.data.validation] if self.data.validation else [])]
-        reads_text = any(source.kind in ("path", "script") for source in sources)
-        reads_text |= self.data.validation is not None and self.data.validation.prompts is not None
+        reads_text = any(source.kind in ("path", "script") for _, source in self.sources())
+        reads_text |= self.data.prompted is not None
         trained = isinstance(self.tokenizer, TrainedTokenizer)
         if self.tokenizer is None and (reads_text or self.train.mode != "pretrain"):
             like = self.model.from_ or "hf://org/name"
@@ -550,8 +494,14 @@ class Recipe(Section):
 
 def fit_problems(recipe: Recipe, config: ModelConfig) -> Iterator[Problem]:
     """Yield where an architecture is too small for the recipe; the catalog asks this for presets."""
-    length = recipe.data.sequence_length
-    if length is not None and length > config.max_positions:
+    lengths: list[tuple[KeyPath, int | None]] = [(("data", "sequence_length"), recipe.data.sequence_length)]
+    for number, phase in enumerate(recipe.train.phases or ()):
+        lengths.append((("train", "phases", number, "sequence_length"), phase.sequence_length))
+        if phase.rope_base is not None and config.rope is None:
+            yield Problem(("train", "phases", number, "rope_base"), "the model has no rotary positions", "delete it")
+    for path, length in lengths:
+        if length is None or length <= config.max_positions:
+            continue
         hint = f"write {config.max_positions} or less"
         if config.positions == "rope":
             written = recipe.model.config is not None
@@ -559,7 +509,7 @@ def fit_problems(recipe: Recipe, config: ModelConfig) -> Iterator[Problem]:
             hint += f"; to go beyond it on purpose, {how}"
         does = "learns" if config.positions == "learned" else "is made for"
         yield Problem(
-            ("data", "sequence_length"),
+            path,
             f"{length} is more than the {config.max_positions} positions the model {does}",
             hint,
         )

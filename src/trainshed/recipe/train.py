@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from trainshed.recipe.model import ModelConfig
+from trainshed.recipe.phases import TrainPhase, phase_problems
 from trainshed.recipe.registered import (
     EngineArgument,
     RegisteredName,
@@ -234,6 +235,11 @@ class TrainSection(Section):
     steps: PositiveInt | None = Field(None, description="Length of the run in steps", examples=[1000])
     tokens: Count | None = Field(None, description="Length of the run in tokens", examples=["20B"])
     epochs: PositiveFloat | None = Field(None, description="Length of the run in passes over the data", examples=[1])
+    phases: Annotated[tuple[TrainPhase, ...], Field(strict=False, min_length=1)] | None = Field(
+        None,
+        description="Train in parts that follow one another: a warm-up, an anneal on other data, longer sequences",
+        examples=[[{"tokens": "20B"}, {"tokens": "1B", "lr": 0.0, "shape": "linear"}]],
+    )
     global_batch: PositiveInt = Field(description="Sequences per step, over all ranks", examples=[1024])
     batch_ramp: BatchRamp | None = Field(None, description="Start with a smaller batch")
     precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = Field(
@@ -283,13 +289,15 @@ class TrainSection(Section):
     def problems(self) -> Iterator[Problem]:
         """One length; a ramp that arrives; a schedule that goes down."""
         given = [key for key in LENGTH_KEYS if getattr(self, key) is not None]
-        if not given:
+        if self.phases is not None:
+            yield from self._phase_problems(self.phases)
+        elif not given:
             yield Problem(
                 (),
                 "says nothing about the length of the run",
                 "write `steps: 1000`, `tokens: 20B` or `epochs: 1`",
             )
-        if len(given) > 1:
+        elif len(given) > 1:
             yield Problem(
                 (given[1],),
                 f"`{given[0]}` and `{given[1]}` both say how long to train",
@@ -317,4 +325,17 @@ class TrainSection(Section):
                 ("batch_ramp", "increment"),
                 f"steps of {ramp.increment} from {ramp.start} never meet {self.global_batch}",
                 f"write a divisor of {self.global_batch - ramp.start}",
+            )
+
+    def _phase_problems(self, phases: tuple[TrainPhase, ...]) -> Iterator[Problem]:
+        """Phases say how long the run is, how its learning rate goes and which batch it has."""
+        yield from phase_problems(phases)
+        for key in LENGTH_KEYS:
+            if getattr(self, key) is not None:
+                yield Problem((key,), "is not read with `phases`, whose lengths add up to the run's", "delete it")
+        if self.schedule != Schedule():
+            yield Problem(("schedule",), "is not read with `phases`: each says its own `lr` and `shape`", "delete it")
+        if self.batch_ramp is not None:
+            yield Problem(
+                ("batch_ramp",), "is not read with `phases`", "write phases with a smaller `global_batch` instead"
             )

@@ -34,9 +34,11 @@ from trainshed.plan.legality import layout_problems
 from trainshed.plan.lora_shape import DOUBLE_QUANTIZED_NF4_BYTES, LoraShape, lora_shape
 from trainshed.plan.model_shape import model_shape
 from trainshed.plan.performance.engine_constants import EngineOptions
+from trainshed.plan.phase_plan import PlannedPhase
 from trainshed.plan.planner import Plan, PlannedModel, build_request, make_plan
 from trainshed.plan.training_shape import Hardware, hardware_of
 from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, Source, load_cluster
+from trainshed.recipe.phase_spans import PhaseSpan, phase_spans
 from trainshed.recipe.registered import registered_class
 from trainshed.recipe.validation import recipe_error, validate
 from trainshed.recipe.yaml_io import SourceMap, YamlDocument
@@ -47,7 +49,12 @@ from trainshed.workflow.runnable import check_adapters, check_loss, check_ranks
 
 
 def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
-    """Read what a plan must know out of a recipe; the architecture may be that of its base weights."""
+    """Read what a plan must know out of a recipe; the architecture may be that of its base weights.
+
+    Of a recipe in phases it is the phase with the longest sequences, among those that leave the layout to the recipe.
+    """
+    if spans := phase_spans(recipe):
+        return _planned_phases(spans, cluster)
     config = architecture(recipe) or weights_architecture(recipe, cluster)
     train, ramp = recipe.train, recipe.train.batch_ramp
     schedule = BatchSchedule(
@@ -105,6 +112,81 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
         document_length=documents.length,
         preference=train.mode == "dpo",
     )
+
+
+def _planned_phases(spans: tuple[PhaseSpan, ...], cluster: Cluster) -> PlannedModel:
+    models = [planned_model(span.recipe, cluster) for span in spans]
+    phases = tuple(
+        PlannedPhase(
+            span.name,
+            span.steps,
+            model.config,
+            model.sequence_length,
+            max(model.batch_sizes),
+            model.layout if span.own_layout else None,
+            model.document_length,
+        )
+        for span, model in zip(spans, models, strict=True)
+    )
+    shared = [model for span, model in zip(spans, models, strict=True) if not span.own_layout] or models[:1]
+    longest = max(shared, key=lambda model: (model.sequence_length, max(model.batch_sizes)))
+    note = f"planned for sequences of {longest.sequence_length:,} tokens, the longest; time and cost are of all phases"
+    return replace(longest, steps=spans[-1].end, phases=phases, notes=(*longest.notes, note))
+
+
+def phase_layouts(recipe: Recipe, layout: RankLayout) -> tuple[RankLayout, ...]:
+    """Return the layout of each phase of a recipe: its own, on as many ranks, or that of the run."""
+    layouts: list[RankLayout] = []
+    for span in phase_spans(recipe):
+        written, config = span.recipe.layout, span.recipe.model.config
+        if not span.own_layout or isinstance(written, str):
+            layouts.append(layout)
+            continue
+        assert config is not None, "preparing writes it out"
+        layouts.append(_own_layout(recipe, span, written, config, layout.world_size))
+    return tuple(layouts)
+
+
+def _own_layout(recipe: Recipe, span: PhaseSpan, written: Layout, config: ModelConfig, ranks: int) -> RankLayout:
+    where = recipe.where(f"train.phases.{span.number}.layout")
+    try:
+        return resolve_layout(written, config, world_size=ranks)
+    except InputError as error:
+        raise RecipeError(
+            f"a phase has as many ranks as the run, {ranks}: {error.what}",
+            where=where,
+            hint="leave `dp` out: it takes the ranks that are left",
+        ) from None
+
+
+def check_phases(recipe: Recipe, model: PlannedModel, layout: RankLayout) -> tuple[RankLayout, ...]:
+    """Return the layout of each phase; one that cannot train its phase is refused."""
+    layouts: list[RankLayout] = []
+    for number, phase in enumerate(model.phases):
+        own = phase.layout
+        used = layout
+        if own is not None:
+            used = _own_layout(recipe, phase_spans(recipe)[number], own, phase.config, layout.world_size)
+        problems = layout_problems(
+            used,
+            phase.config,
+            sequence_length=phase.sequence_length,
+            batch_sizes=(phase.global_batch,),
+            engine=model.engine,
+            lora=model.lora is not None,
+            quantized=model.quantized,
+        )
+        if problems:
+            first = problems[0]
+            raise RecipeError(
+                f"{used} cannot train phase {phase.name}: {first.what}",
+                where=recipe.where(f"train.phases.{number}" + ("" if own is None else ".layout")),
+                hint=first.hint,
+            )
+        check_loss(recipe, used)
+        check_adapters(recipe, phase.config, used)
+        layouts.append(used)
+    return tuple(layouts)
 
 
 def planned_lora(recipe: Recipe) -> LoraShape | None:
@@ -227,6 +309,8 @@ class PlannedRun:
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     predicted: Mapping[str, Any] | None = None
+    phase_layouts: tuple[RankLayout, ...] = ()
+    """The layout of each phase of `train.phases`."""
 
 
 def plan_on_cluster(
@@ -248,6 +332,7 @@ def plan_on_cluster(
         reasons=tuple(_reasons(plan)),
         notes=(_headline(plan, plan.budget), *plan.notes),
         predicted=_predicted(plan, plan.budget),
+        phase_layouts=check_phases(recipe, model, plan.chosen.layout),
     )
 
 
@@ -293,10 +378,17 @@ def check_node_count(cluster: Cluster, nodes: int, where: str) -> None:
 
 
 def _check_memory(recipe: Recipe, plan: Plan, despite_memory: bool) -> None:
+    capacity = plan.request.training.hardware.memory_gib
+    for phase in plan.phases:
+        if not phase.prediction.fits and not despite_memory:
+            raise RecipeError(
+                f"{phase.text()}: a GPU has {capacity:.0f}",
+                where=recipe.where("train.phases"),
+                hint="give the phase a layout of its own, or more nodes; --despite-memory submits it anyway",
+            )
     chosen = plan.chosen
     if chosen.fits or despite_memory:
         return
-    capacity = plan.request.training.hardware.memory_gib
     raise RecipeError(
         f"{chosen.layout} needs {chosen.memory.total:.0f} GiB on its fullest GPU, which has {capacity:.0f}",
         where=recipe.where("layout"),
@@ -308,7 +400,7 @@ def _plan_on_cpus(recipe: Recipe, cluster: Cluster, model: PlannedModel, nodes: 
     """A cluster without GPUs: the layout is written out, or data parallel with one rank a node."""
     count, where = _node_count(recipe, cluster, nodes)
     check_node_count(cluster, count, where)
-    sizes = model.batch_sizes
+    sizes = model.layout_batch_sizes
     reasons: tuple[str, ...] = ()
     if model.layout is None:
         chosen = auto_layout_for_cpu_nodes(model, count)
@@ -332,8 +424,10 @@ def _plan_on_cpus(recipe: Recipe, cluster: Cluster, model: PlannedModel, nodes: 
     )
     if problems:
         raise recipe_error(problems, recipe.places)
+    own_layouts = check_phases(recipe, model, layout)
     notes = ("machine: cpu: nothing is predicted, and ranks run on processors", *uncalibrated_notes(cluster))
-    return PlannedRun(layout, NodePlacement(count, layout.world_size // count, None), None, reasons, notes)
+    placement = NodePlacement(count, layout.world_size // count, None)
+    return PlannedRun(layout, placement, None, reasons, notes, phase_layouts=own_layouts)
 
 
 def _headline(plan: Plan, budget: RunBudget) -> str:
@@ -416,7 +510,7 @@ def planned_layout(
         chosen = AutoLayout(resolve_layout(wanted, model.config, world_size=world_size))
     for reason in chosen.reasons:
         reporter.note(reason)
-    asked = {"sequence_length": model.sequence_length, "batch_sizes": model.batch_sizes}
+    asked = {"sequence_length": model.sequence_length, "batch_sizes": model.layout_batch_sizes}
     problems = layout_problems(
         chosen.layout, model.config, **asked, lora=model.lora is not None, quantized=model.quantized
     )
@@ -425,6 +519,7 @@ def planned_layout(
     check_ranks(recipe, chosen.layout.world_size)
     check_loss(recipe, chosen.layout)
     check_adapters(recipe, model.config, chosen.layout)
+    check_phases(recipe, model, chosen.layout)
     for warning in layout_warnings(chosen.layout, model.config, **asked):
         reporter.warn(warning)
     return chosen

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,20 +21,28 @@ from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
 from trainshed.checkpoints.prove.verdict import read_verdict, refuse_failed_verdict
 from trainshed.data.artefacts import DataArtefacts
 from trainshed.data.chat.inspect import ChatInspection
-from trainshed.data.order import DataOrder, run_orders, run_steps
+from trainshed.data.order import DataOrder, PhaseOrders, run_orders, run_steps
 from trainshed.data.prompts import ValidationPrompts, encode_prompts
 from trainshed.data.sampling.packing import PackedDataset
 from trainshed.data.sampling.sources import TokenDataset
 from trainshed.data.staging import StagedRun, stage_run
 from trainshed.data.tokenize.added_tokens import added_token_problems, with_added_tokens
 from trainshed.data.tokenize.tokenizer import Tokenizer, load_tokenizer
-from trainshed.data.tokens.token_source import RunTokens, StartedRun, TokenSource, refuse_changed_tokens
+from trainshed.data.tokens.token_source import (
+    VALIDATION_SET,
+    RunTokens,
+    StartedRun,
+    TokenSource,
+    phase_prefix,
+    refuse_changed_tokens,
+)
 from trainshed.errors import InputError, NotFound, RecipeError, TokenizerError, TrainshedError
 from trainshed.models.families import read_hf_config
 from trainshed.models.parameters import AddedRows
 from trainshed.observe.stages import UNRECORDED, StageRecorder
 from trainshed.recipe import Cluster, ModelConfig, Recipe, fit_problems, load_cluster, load_recipe, run_id, to_yaml
-from trainshed.recipe.data import SourceKeys
+from trainshed.recipe.data import Source, SourceKeys, ValidationSource
+from trainshed.recipe.phases import TrainPhase
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
 from trainshed.reporting import SILENT, Reporter
@@ -59,12 +67,18 @@ class PreparedRun:
     data: RunTokens
     steps: int
     order: DataOrder
-    validation: DataOrder | None
+    validations: Mapping[str, DataOrder]
     tokenizer: Tokenizer | None
     base: BaseWeights | None
     prompts: ValidationPrompts | None = None
     added: AddedRows | None = None
     """The rows of the tokens of `model.added_tokens`."""
+    phases: tuple[PhaseOrders, ...] = ()
+    """The phases of `train.phases`; `order` and `validations` are those of the first."""
+
+    def order_at(self, step: int) -> DataOrder:
+        """Return the order that a step of the run (from 0) reads."""
+        return next((phase.train for phase in self.phases if step < phase.span.end), self.order)
 
     @property
     def sources(self) -> tuple[TokenSource, ...]:
@@ -92,10 +106,29 @@ def resolve(recipe: Recipe, options: StoreOptions | None = None, *, pin: bool = 
     if model.from_:
         model = model.model_copy(update={"from_": _pinned(model.from_, options)})
     tokenizer = _pinned(recipe.tokenizer, options) if isinstance(recipe.tokenizer, str) else recipe.tokenizer
-    train = tuple(_pinned_source(source, options) for source in recipe.data.train)
-    validation = recipe.data.validation and _pinned_source(recipe.data.validation, options)
-    data = recipe.data.model_copy(update={"train": train, "validation": validation})
-    return recipe.model_copy(update={"model": model, "tokenizer": tokenizer, "data": data})
+    written = recipe.data
+    validation: ValidationSource | dict[str, ValidationSource] | None = written.validation and _pinned_source(
+        written.validation, options
+    )
+    if written.named_validations:
+        validation = {name: _pinned_source(source, options) for name, source in written.named_validations.items()}
+    data = written.model_copy(update={"train": _pinned_sources(written.train, options), "validation_": validation})
+    sections: dict[str, Any] = {"model": model, "tokenizer": tokenizer, "data": data}
+    if recipe.train.phases is not None:
+        phases = tuple(_pinned_phase(phase, options) for phase in recipe.train.phases)
+        sections["train"] = recipe.train.model_copy(update={"phases": phases})
+    return recipe.model_copy(update=sections)
+
+
+def _pinned_phase(phase: TrainPhase, options: StoreOptions | None) -> TrainPhase:
+    if phase.data is None:
+        return phase
+    data = phase.data.model_copy(update={"train": _pinned_sources(phase.data.train, options)})
+    return phase.model_copy(update={"data": data})
+
+
+def _pinned_sources(sources: Sequence[Source], options: StoreOptions | None) -> tuple[Source, ...]:
+    return tuple(_pinned_source(source, options) for source in sources)
 
 
 def _pinned_source(source: AnySource, options: StoreOptions | None) -> AnySource:
@@ -302,10 +335,25 @@ def inspect_recipe(
 
 
 def _named_sources(recipe: Recipe) -> dict[str, SourceKeys]:
-    """Every source that has documents of its own by its label: those of training first."""
+    """Every source that has documents of its own by its name in the run: those of training first."""
     named: dict[str, SourceKeys] = {f"source-{number}": source for number, source in enumerate(recipe.data.train)}
-    validation = recipe.data.validation
-    return named | {"validation": validation} if validation is not None and validation.kind is not None else named
+    if recipe.data.validation is not None and recipe.data.validation.kind is not None:
+        named["validation"] = recipe.data.validation
+    for name, one_set in recipe.data.named_validations.items():
+        if one_set.kind is not None:
+            named[f"{VALIDATION_SET}{name}"] = one_set
+    for number, phase in enumerate(recipe.train.phases or ()):
+        for index, source in enumerate(phase.data.train if phase.data is not None else ()):
+            named[f"{phase_prefix(number)}source-{index}"] = source
+    return named
+
+
+def _prepared_source(artefacts: DataArtefacts, source: SourceKeys, name: str) -> TokenSource:
+    """Make or find the tokens of a source. What keys its shuffle is its place in its own section, not the phase."""
+    prefix, _, label = name.rpartition("/")
+    if f"{prefix}/" == VALIDATION_SET:
+        return replace(artefacts.source(source, "validation"), name=source.name or label)
+    return artefacts.source(source, label)
 
 
 def _with_architecture(recipe: Recipe, base: BaseWeights, tokenizer: Tokenizer | None) -> Recipe:
@@ -358,8 +406,8 @@ def save_recipe(recipe: Recipe, folder: Path) -> None:
     """Save the resolved recipe with its run, and beside it its plugins and the files it names by relative paths."""
     store = LocalStore(folder)
     store.put(RECIPE_FILE, to_yaml(recipe).encode())
-    sources = [*recipe.data.train, *([recipe.data.validation] if recipe.data.validation else [])]
-    for script in {name for name in (*(source.script for source in sources), recipe.data.template_file) if name}:
+    scripts = (source.script for _, source in recipe.sources())
+    for script in {name for name in (*scripts, recipe.data.template_file) if name}:
         if not Path(script).is_absolute() and ".." not in Path(script).parts and (recipe.folder / script).is_file():
             store.put(script, (recipe.folder / script).read_bytes())
             shutil.copymode(recipe.folder / script, folder / script)
@@ -429,7 +477,18 @@ def open_run_folder(
     prompts = ValidationPrompts.from_plain(body["prompts"]) if body.get("prompts") else None
     added = AddedRows(**body["added"]) if body.get("added") else None
     return PreparedRun(
-        recipe, folder.name, folder, data, orders.steps, orders.train, orders.validation, None, base, prompts, added
+        recipe,
+        folder.name,
+        folder,
+        data,
+        orders.steps,
+        orders.train,
+        orders.validations,
+        None,
+        base,
+        prompts,
+        added,
+        orders.phases,
     )
 
 
@@ -516,11 +575,10 @@ def _prepared_run(
         sources = _named_sources(recipe)
         with stages.stage("prepare") as outcome:
             artefacts.refuse_changed_text(sources)
-            made = {label: artefacts.source(source, label) for label, source in sources.items()}
+            made = {name: _prepared_source(artefacts, source, name) for name, source in sources.items()}
             outcome.skipped = all(source.reused for source in made.values())
             outcome.what = _tokens_text(list(made.values()))
-            validation = made.pop("validation", None)
-            data = RunTokens(tuple(made.values()), validation)
+            data = RunTokens.of(made)
             if began is not None:
                 refuse_changed_tokens(began, data)
     with stages.stage("index") as outcome:
@@ -532,7 +590,17 @@ def _prepared_run(
     tokenizer = artefacts.tokenizer()
     prompts = encode_prompts(recipe, tokenizer, artefacts.options)
     return PreparedRun(
-        recipe, name, folder, data, orders.steps, orders.train, orders.validation, tokenizer, base, prompts
+        recipe,
+        name,
+        folder,
+        data,
+        orders.steps,
+        orders.train,
+        orders.validations,
+        tokenizer,
+        base,
+        prompts,
+        phases=orders.phases,
     )
 
 

@@ -7,7 +7,7 @@ reporter and to the watcher of the training's events. A killed run continues whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -21,6 +21,7 @@ from trainshed.checkpoints.native.folder import (
     latest_complete,
     list_checkpoints,
 )
+from trainshed.data.order import PhaseOrders
 from trainshed.errors import InputError, MissingExtra, RecipeError, TrainshedError
 from trainshed.launch.local import LocalRun, local_runs, lock_run, train_locally
 from trainshed.launch.run_report import report_run
@@ -31,12 +32,13 @@ from trainshed.observe.run_status import read_run_status
 from trainshed.observe.stages import StageRecorder
 from trainshed.plan import RankLayout
 from trainshed.plugins import plugins_not_run
-from trainshed.recipe import Cluster, Recipe, load_cluster, load_recipe, run_id, to_yaml
+from trainshed.recipe import Cluster, ModelConfig, Recipe, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.load import run_identity
+from trainshed.recipe.phase_spans import with_rope_base, written_steps
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_path, store_of
 from trainshed.storage import LocalStore, StoreOptions
-from trainshed.workflow.layout import planned_layout, weights_architecture
+from trainshed.workflow.layout import phase_layouts, planned_layout, weights_architecture
 from trainshed.workflow.prepare import (
     PreparedRun,
     checkpoint_home,
@@ -51,7 +53,7 @@ from trainshed.workflow.runnable import check_runnable
 from trainshed.workflow.stages import export_run
 
 if TYPE_CHECKING:
-    from trainshed.engines.torch.rank_env import TrainJob
+    from trainshed.engines.torch.rank_env import PhaseJob, TrainJob
 
 
 _SHOWN_KEYS = 4  # keys that a note writes out before it only counts
@@ -93,16 +95,23 @@ def check_resumable(start: RunStart, steps: int | None, options: StoreOptions | 
 
     if steps is None or start.recipe.checkpoint.resume == "fresh":
         return
+    phased = start.recipe.train.phases is not None
     checkpoint = _last_checkpoint(start, options)
     if checkpoint is None:
         return
     done = checkpoint.step
     if done <= steps:
-        check_resumed_decay(start.recipe, steps, checkpoint)
+        if not phased:
+            check_resumed_decay(start.recipe, steps, checkpoint)
         return
-    key = next(key for key in ("steps", "tokens", "epochs") if getattr(start.recipe.train, key) is not None)
+    key = (
+        "phases"
+        if phased
+        else next(key for key in ("steps", "tokens", "epochs") if getattr(start.recipe.train, key) is not None)
+    )
     length = f"train.steps is {steps:,}" if key == "steps" else f"train.{key} comes to {steps:,} steps"
     more = f"write train.steps={done} or more" if key == "steps" else f"write more in train.{key}"
+    more = "make the last phase longer" if phased else more
     raise InputError(
         f"{done:,} steps of {start.run} are done already, and {length}",
         where=start.recipe.where(f"train.{key}"),
@@ -193,13 +202,27 @@ def train_job(run: PreparedRun, layout: RankLayout, options: StoreOptions | None
         name=run.id,
         steps=run.steps,
         order=run.order,
-        validation=run.validation,
+        validations=run.validations,
         store=LocalStore(run.folder),
         folder="",
         base=run.base,
         checkpoint_home=checkpoint_home(run.recipe, run.id, options),
         prompts=run.prompts,
         added=run.added,
+        phases=phase_jobs(run.recipe, run.config, run.phases, layout),
+    )
+
+
+def phase_jobs(
+    recipe: Recipe, config: ModelConfig, phases: Sequence[PhaseOrders], layout: RankLayout
+) -> tuple[PhaseJob, ...]:
+    """Return the phases of a run as its ranks train them: with their layouts and bases of rotary frequencies."""
+    from trainshed.engines.torch.rank_env import PhaseJob
+
+    layouts = phase_layouts(recipe, layout)
+    return tuple(
+        PhaseJob(phase.span, phase.train, phase.validations, with_rope_base(config, phase.span.rope_base), own_layout)
+        for phase, own_layout in zip(phases, layouts, strict=True)
     )
 
 
@@ -309,7 +332,7 @@ def train(
 def _hold_run(recipe: Recipe, cluster: Cluster, id: str | None, reporter: Reporter) -> Iterator[RunStart]:
     """Hold the recipe's run, once it is known that it can go on."""
     start = find_start(recipe, cluster, id)
-    check_resumable(start, recipe.train.steps, store_options(cluster))
+    check_resumable(start, written_steps(recipe), store_options(cluster))
     with lock_run(start.folder, start.run):
         note_other_runs(start, reporter)
         for plugin in recipe.plugin_sources:

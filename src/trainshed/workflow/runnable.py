@@ -254,13 +254,9 @@ def _address_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:
 
 def _addresses(recipe: Recipe) -> Iterator[tuple[KeyPath, str, bool]]:
     """Yield every address that nodes open, at its key, and whether they write there."""
-    sources = [(("data", "train", number), source) for number, source in enumerate(recipe.data.train)]
-    for path, source in sources:
+    for path, source in recipe.sources():
         for key in ("path", "tokens"):
             yield from (((*path, key), address, False) for address in getattr(source, key) or ())
-    if (validation := recipe.data.validation) is not None:
-        for key in ("path", "tokens"):
-            yield from ((("data", "validation", key), address, False) for address in getattr(validation, key) or ())
     if recipe.model.from_ is not None:
         yield ("model", "from"), recipe.model.from_, False
     if isinstance(recipe.tokenizer, str):

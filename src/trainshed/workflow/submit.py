@@ -31,6 +31,7 @@ from trainshed.plan.layout import RankLayout
 from trainshed.plan.planner import PlannedModel
 from trainshed.recipe import Cluster, Recipe, run_id, to_yaml
 from trainshed.recipe.registered import registered_class
+from trainshed.recipe.yaml_io import dotted_key
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_address
 from trainshed.workflow.layout import PlannedRun, check_node_count, plan_on_cluster, planned_model
 from trainshed.workflow.prepare import check_fit_before_submit, resolve, store_options
@@ -169,12 +170,14 @@ def _check_export(recipe: Recipe, layout: RankLayout) -> None:
 
 
 def _plan_text(planned: PlannedRun) -> str:
-    body = {
+    body: dict[str, Any] = {
         "schema": PLAN_SCHEMA,
         "layout": asdict(planned.layout),
         "reasons": list(planned.reasons),
         "predicted": planned.predicted,
     }
+    if planned.phase_layouts:
+        body["phase_layouts"] = [asdict(layout) for layout in planned.phase_layouts]
     return _json(body)
 
 
@@ -184,8 +187,7 @@ def _json(body: Any) -> str:
 
 def _scripts(recipe: Recipe) -> dict[str, str]:
     """The scripts and the chat template that a recipe names: they travel with it, to lie beside it on the nodes too."""
-    sources = [*recipe.data.train, *([recipe.data.validation] if recipe.data.validation else [])]
-    named = [(f"data.train.{number}.script", source.script) for number, source in enumerate(sources)]
+    named = [(dotted_key((*path, "script")), source.script) for path, source in recipe.sources()]
     files = {}
     for key, name in (*named, ("data.template", recipe.data.template_file)):
         if name is None:

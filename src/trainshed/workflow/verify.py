@@ -285,6 +285,7 @@ def shrunk_recipe(recipe: Recipe, small: ShrunkRun, layout: Layout, store: Path,
         "steps": steps,
         "tokens": None,
         "epochs": None,
+        "phases": None,
         "global_batch": last,
         "batch_ramp": ramp,
         "lora": _checked_adapters(recipe.train.lora),
@@ -340,10 +341,10 @@ def _full_size_run(recipe: Recipe, cluster: Cluster) -> PreparedRun:
     config = architecture(recipe) or weights_architecture(recipe, cluster)
     model = recipe.model.model_copy(update={"config": config, "preset": None})
     data = DataSection(synthetic=True, sequence_length=recipe.data.sequence_length, seed=recipe.data.seed)
-    train = recipe.train.model_copy(update={"steps": 1, "tokens": None, "epochs": None})
+    train = recipe.train.model_copy(update={"steps": 1, "tokens": None, "epochs": None, "phases": None})
     recipe = recipe.model_copy(update={"model": model, "data": data, "train": train})
     orders = run_orders(recipe, RunTokens(()), Path(), build=False)
-    return PreparedRun(recipe, "whole", Path(), RunTokens(()), 1, orders.train, None, None, None)
+    return PreparedRun(recipe, "whole", Path(), RunTokens(()), 1, orders.train, {}, None, None)
 
 
 def _shrink_to_fit(whole: PreparedRun, layout: RankLayout, reporter: Reporter) -> tuple[ShrunkRun, bool]:

@@ -16,6 +16,7 @@ from trainshed.engines.torch.rank_env import TrainJob
 from trainshed.plan import layout_problems, parse_layout, resolve_layout
 from trainshed.recipe import Layout, Recipe, parse_recipe
 from trainshed.storage import LocalStore
+from trainshed.workflow.run import phase_jobs
 
 _SIZES = {"layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "vocab_size": 61, "max_positions": 32}
 MODELS: dict[str, dict[str, Any]] = {
@@ -80,9 +81,10 @@ def small_job(folder: Path, recipe: Recipe, layout: str, *, uneven: bool = False
         name=folder.name,
         steps=orders.steps,
         order=orders.train,
-        validation=orders.validation,
+        validations=orders.validations,
         store=LocalStore(folder),
         folder="",
+        phases=phase_jobs(recipe, config, orders.phases, placed),
     )
 
 

@@ -71,12 +71,14 @@ def preference_job(folder: Path, layout: str, dpo: dict[str, Any], train: dict[s
     recipe = job.recipe.model_copy(
         update={
             "train": job.recipe.train.model_copy(update={"mode": "dpo", "dpo": Dpo(**dpo), **train}),
-            "data": job.recipe.data.model_copy(update={"validation": ValidationSource(every=4, batches=2)}),
+            "data": job.recipe.data.model_copy(update={"validation_": ValidationSource(every=4, batches=2)}),
         }
     )
     length, batch = job.order.sequence_length, job.order.batch_size(0)
     order, validation = (pair_order(folder, name, length, batch, build=False) for name in PAIRS)
-    return replace(job, recipe=recipe, order=order, validation=validation, steps=train.get("steps", job.steps))
+    return replace(
+        job, recipe=recipe, order=order, validations={"validation": validation}, steps=train.get("steps", job.steps)
+    )
 
 
 def train_preference(

@@ -29,6 +29,7 @@ from trainshed.engines.torch import rank, rank_timing
 from trainshed.engines.torch.batch_loader import BatchLoader, LocalBatch
 from trainshed.engines.torch.model import RankModel, build_model
 from trainshed.engines.torch.rank import train_rank
+from trainshed.engines.torch.rank_env import TrainJob
 from trainshed.engines.torch.state import StartPoint, load_start_state
 from trainshed.models import loss
 from trainshed.models.decoder import DecoderLayer
@@ -75,11 +76,33 @@ def train_skipping(
 def train_validating(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> int:
     """Train as one rank and measure the loss on other samples in between; the schema has that for real data only."""
     job = small_job(folder, small_recipe(model, overrides), layout)
-    measured = job.recipe.data.model_copy(update={"validation": ValidationSource(every=3, batches=2)})
+    measured = job.recipe.data.model_copy(update={"validation_": ValidationSource(every=3, batches=2)})
     other = SyntheticSource(vocab_size=job.config.vocab_size, sequence_length=job.order.sequence_length, seed=99)
     order = DataOrder([other], BatchSchedule(job.order.batch_size(0)))
     recipe = job.recipe.model_copy(update={"data": measured})
-    return train_rank(replace(job, recipe=recipe, validation=order), run_folder=folder)
+    return train_rank(replace(job, recipe=recipe, validations={"validation": order}), run_folder=folder)
+
+
+def blended_order(job: TrainJob, *, apart: bool) -> DataOrder:
+    """An order of two sources with shares of 3 to 1; `apart` keeps their documents apart."""
+    sources = []
+    for label, weight in (("articles", 3.0), ("code", 1.0)):
+        source = SyntheticSource(
+            vocab_size=job.config.vocab_size,
+            sequence_length=job.order.sequence_length,
+            seed=5,
+            label=label,
+            keeps_documents_apart=apart,
+        )
+        source.weight = weight
+        sources.append(source)
+    return DataOrder(sources, job.order.schedule)
+
+
+def train_blended(folder: Path, model: str, layout: str, overrides: Sequence[str], apart: bool) -> int:
+    """Train as one rank on two sources; the schema has several for real data only."""
+    job = small_job(folder, small_recipe(model, overrides), layout)
+    return train_rank(replace(job, order=blended_order(job, apart=apart)), run_folder=folder)
 
 
 def train_compiled(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> int:
@@ -166,6 +189,16 @@ def train_until_killed(folder: Path, model: str, layout: str, overrides: Sequenc
     return train_rank(small_job(folder, small_recipe(model, overrides), layout), run_folder=folder, listener=listen)
 
 
+def train_until_boundary(folder: Path, model: str, layout: str, overrides: Sequence[str], kind: str, step: int) -> int:
+    """Train as one rank; rank 0 kills itself at the first event of this kind that is of this step or a later one."""
+
+    def listen(event: dict[str, Any]) -> None:
+        if event["kind"] == kind and event["step"] >= step and event.get("phase") in (None, "committed"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return train_rank(small_job(folder, small_recipe(model, overrides), layout), run_folder=folder, listener=listen)
+
+
 def train_until_asked(folder: Path, model: str, layout: str, overrides: Sequence[str], asked: int, number: int) -> int:
     """Train as one rank; one of them, and no other, gets a signal after the third step."""
 
@@ -247,7 +280,7 @@ def train_measuring(
         update={
             "data": recipe.data.model_copy(
                 update={
-                    "validation": ValidationSource(every=every, batches=2),
+                    "validation_": ValidationSource(every=every, batches=2),
                     "document_mask": document_mask or None,
                 }
             ),
@@ -259,7 +292,9 @@ def train_measuring(
     order = DataOrder([other], BatchSchedule(job.order.batch_size(0)))
     home = cast(Store, HookedStore(LocalStore(folder), before))
     return train_rank(
-        replace(job, recipe=recipe, validation=order, checkpoint_home=(home, "apart"), prompts=prompts),
+        replace(
+            job, recipe=recipe, validations={"validation": order}, checkpoint_home=(home, "apart"), prompts=prompts
+        ),
         run_folder=folder,
         listener=listen,
     )

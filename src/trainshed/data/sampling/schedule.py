@@ -27,15 +27,31 @@ class BatchRampUp:
     samples: int
 
 
-class BatchSchedule:
-    """Global batch size by step."""
+@dataclass(frozen=True)
+class ScheduleStart:
+    """Where the steps of a phase begin (`train.phases`): at `step` of the run and at `sample` of its data.
 
-    def __init__(self, global_batch: int, ramp_up: BatchRampUp | None = None) -> None:
+    `run_samples` and `run_tokens` are what the run has taken of any data before.
+    """
+
+    step: int = 0
+    sample: int = 0
+    run_samples: int = 0
+    run_tokens: int = 0
+
+
+class BatchSchedule:
+    """Global batch size by step. That of a phase is for the steps of the run from `start` on, without a ramp-up."""
+
+    def __init__(
+        self, global_batch: int, ramp_up: BatchRampUp | None = None, *, start: ScheduleStart | None = None
+    ) -> None:
         if global_batch < 1:
             raise InputError(f"a batch of {global_batch} samples", where="train.global_batch", hint="1 or more")
         self.global_batch = global_batch
         # Stages of constant batch size: the step and the consumed samples each begins with.
-        self._steps, self._consumed, self._sizes = [0], [0], [global_batch]
+        self.start = start or ScheduleStart()
+        self._steps, self._consumed, self._sizes = [self.start.step], [self.start.sample], [global_batch]
         if ramp_up is not None:
             self._ramp(ramp_up)
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainshed.data.tokens.token_files import learned_path, local_path, shard_prefixes
@@ -220,35 +220,81 @@ def token_content_hash(shards: Sequence[str], options: StoreOptions | None = Non
     return digest.hexdigest()
 
 
+VALIDATION_SET = "validation/"
+"""What the name of a source begins with that is a named validation set."""
+
+
+def phase_prefix(number: int) -> str:
+    """Return what the names of a phase's own sources begin with; phases count from 0."""
+    return f"phase-{number + 1}/"
+
+
+def _is_set(name: str) -> bool:
+    return name.startswith(VALIDATION_SET)
+
+
 @dataclass(frozen=True)
 class RunTokens:
-    """The sources of a run. `validation` is a source of its own; None if there is none, or a split of the others."""
+    """The sources of a run. `validation` is a source of its own; None if there is none, or a split of the others.
+
+    `others` are the sources of named validation sets (`validation/articles`) and of phases (`phase-2/source-0`).
+    """
 
     sources: tuple[TokenSource, ...]
     validation: TokenSource | None = None
+    others: Mapping[str, TokenSource] = field(default_factory=dict)
 
     @property
     def all_sources(self) -> tuple[TokenSource, ...]:
-        """The sources of training, then that of validation."""
-        return (*self.sources, self.validation) if self.validation is not None else self.sources
+        """The sources of training, then those of validation and of phases."""
+        return tuple(self.named().values())
 
-    def source(self, label: str) -> TokenSource | None:
-        """Return the source of a label."""
-        return next((source for source in self.all_sources if source.label == label), None)
+    @property
+    def validations(self) -> dict[str, TokenSource]:
+        """The sources of validation sets by the names of these; a set that is a split of the others has none."""
+        named = {key.removeprefix(VALIDATION_SET): source for key, source in self.others.items() if _is_set(key)}
+        return named if self.validation is None else {"validation": self.validation}
+
+    @classmethod
+    def of(cls, named: Mapping[str, TokenSource]) -> RunTokens:
+        """Put sources together by their names, which are those of `named`."""
+        training = tuple(source for name, source in named.items() if name == source.label != "validation")
+        others = {name: source for name, source in named.items() if name != source.label}
+        return cls(training, named.get("validation"), others)
+
+    def named(self) -> dict[str, TokenSource]:
+        """Every source by its name in the run: its label, or one that says of which set or phase it is."""
+        own = (*self.sources, self.validation) if self.validation is not None else self.sources
+        return {source.label: source for source in own} | dict(self.others)
+
+    def source(self, name: str) -> TokenSource | None:
+        """Return the source of a name."""
+        return self.named().get(name)
+
+    def of_phase(self, number: int, *, own: bool) -> RunTokens:
+        """Return what a phase (from 0) reads: its own sources, or those of the run."""
+        if not own:
+            return self
+        prefix = phase_prefix(number)
+        return replace(self, sources=tuple(source for key, source in self.others.items() if key.startswith(prefix)))
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as JSON takes it. A run stores it, so that ranks need not look for their sources."""
-        return {
+        plain: dict[str, Any] = {
             "sources": [asdict(source) for source in self.sources],
             "validation": self.validation and asdict(self.validation),
         }
+        if self.others:
+            plain["others"] = {name: asdict(source) for name, source in self.others.items()}
+        return plain
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> RunTokens:
         """Read what `to_plain` gave."""
         validation = plain["validation"]
         sources = tuple(TokenSource.from_plain(source) for source in plain["sources"])
-        return cls(sources, validation and TokenSource.from_plain(validation))
+        others = {name: TokenSource.from_plain(source) for name, source in plain.get("others", {}).items()}
+        return cls(sources, validation and TokenSource.from_plain(validation), others)
 
     def check_files(self, options: StoreOptions | None = None, reporter: Reporter = SILENT) -> None:
         """Check every token file against its fingerprint: sizes, times and some blocks, not all bytes."""
@@ -300,8 +346,8 @@ class StartedRun:
 
 def refuse_changed_tokens(started_run: StartedRun, current: RunTokens) -> None:
     """Stop a run whose tokens are not those it began with, even if the new ones are proven."""
-    for source in current.all_sources:
-        before = started_run.data.source(source.label)
+    for name, source in current.named().items():
+        before = started_run.data.source(name)
         if before is None or not before.files:
             continue
         if [file.content for file in before.files] == [file.content for file in source.files]:

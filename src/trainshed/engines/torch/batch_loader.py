@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ class LocalBatch:
     [R], present only where dropout needs them. `hashes` are the sums of the rows' hashes; they are zero on all but one
     of the ranks that read the same rows. `document_starts` int64 [R, L] are of whole rows, on every pipeline rank; None
     where documents are not kept apart, and then every token has a label. `reference_logps` float64 [R, D] are what the
-    reference model of a preference run gives the documents; only the last pipeline rank has them.
+    reference model of a preference run gives the documents; only the last pipeline rank has them. `sources` int64 [R]
+    are the numbers of the rows' sources, on the last pipeline rank where there are several.
     """
 
     rows: int
@@ -33,13 +34,18 @@ class LocalBatch:
     hashes: tuple[int, int] = (0, 0)
     document_starts: torch.Tensor | None = None
     reference_logps: torch.Tensor | None = None
+    sources: torch.Tensor | None = None
 
 
 class BatchLoader:
     """Reads a run's batches for one rank. Only ranks whose stages need tokens read any."""
 
-    def __init__(self, order: DataOrder, mesh: ParallelMesh, *, with_sample_ids: bool) -> None:
+    def __init__(
+        self, order: DataOrder, mesh: ParallelMesh, *, with_sample_ids: bool, with_sources: bool = False
+    ) -> None:
         self.order, self.mesh, self.with_sample_ids = order, mesh, with_sample_ids
+        # The losses of sources are summed where the loss is computed.
+        self.with_sources = with_sources and mesh.coordinates.pp == mesh.layout.pp - 1
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="batch-loader")
         self._next: tuple[int, Future[_ReadRows]] | None = None
 
@@ -51,13 +57,13 @@ class BatchLoader:
         padding = self.mesh.layout.padding(self.order.batch_size(step), self.mesh.coordinates.dp)
         samples = None
         if self.with_sample_ids:
-            first = self.order.consumed(step)
+            first = self.order.run_samples(step)
             # Padding rows have no sample of their own; what dropout does to them does not matter.
             samples = torch.arange(first + local_rows.start, first + local_rows.stop + padding, device=self.mesh.device)
         if read.rows is None:
             starts = _starts_to_device(read.document_starts, self.mesh, padding)
             return LocalBatch(len(local_rows) + padding, None, None, samples, read.hashes, starts)
-        return to_local_batch(
+        batch = to_local_batch(
             read.rows.tokens[:, :-1],
             read.rows.labels(),
             self.mesh,
@@ -66,6 +72,12 @@ class BatchLoader:
             hashes=read.hashes,
             document_starts=read.document_starts,
         )
+        return replace(batch, sources=self._sources(step, local_rows, padding)) if self.with_sources else batch
+
+    def _sources(self, step: int, rows: range, padding: int) -> torch.Tensor:
+        """Return the number of each row's source; padding rows have no label, and count for none."""
+        numbers = np.pad(self.order.source_numbers(step, rows.start, rows.stop), (0, padding))
+        return _to_device(torch.from_numpy(numbers), self.mesh)
 
     def close(self) -> None:
         """Stop reading ahead."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -36,9 +37,15 @@ from trainshed.engines.torch.rank_env import (
 from trainshed.engines.torch.rank_health import Watchdog
 from trainshed.engines.torch.sample_answers import AnswerLog, SampleAnswers
 from trainshed.engines.torch.stack_dump import write_stacks_when_asked
-from trainshed.engines.torch.state import base_spec, find_resume_point, load_start_state
+from trainshed.engines.torch.state import (
+    ResumePoint,
+    base_spec,
+    find_resume_point,
+    load_start_state,
+    reached_boundary,
+)
 from trainshed.engines.torch.step import ReferenceModel, StepRunner
-from trainshed.engines.torch.trainer import Trainer
+from trainshed.engines.torch.trainer import Trainer, TrainingEnd
 from trainshed.engines.torch.weights import load_base_weights
 from trainshed.errors import InputError, TrainshedError
 from trainshed.models.decoder import Regularization
@@ -164,19 +171,49 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     init_process_groups(env, session.device, session.store, session.health, watchdog.budgets)
     mesh = build_mesh(job.layout, session.device, job.config)
     emit("phase", name="process_groups", seconds=time.monotonic() - began)
-    began = time.monotonic()
     watchdog.heartbeat(None, "load")
     if session.store is not None:
         session.store.set_timeout(timedelta(seconds=watchdog.budgets.seconds("load")))
+    attempt = _checkpoint_attempt(job, session)
+    resume = find_resume_point(job, attempt, env.rank, session.store, emit)
+    while True:
+        part = job.at(0 if resume.checkpoint is None else resume.checkpoint.step)
+        if part.layout != mesh.layout:
+            mesh = build_mesh(part.layout, session.device)
+        end = _train_part(part, session, mesh, attempt, resume)
+        if not end.at_boundary:
+            break
+        # The next phase has another shape or layout. It begins as a resumed run does, so that the two are the same.
+        _free_device_memory(session.device)
+        resume = reached_boundary(attempt, end.step, wants_best=job.recipe.checkpoint.best is not None)
+    if end.signal is None:
+        return 0
+    emit("signal", end.step, name=signal.Signals(end.signal).name)
+    return 128 + end.signal
+
+
+def _free_device_memory(device: torch.device) -> None:
+    """Free the model of the last phase before the next one is built."""
+    gc.collect()
+    if device.type == "cuda":
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+
+
+def _train_part(
+    job: TrainJob, session: RankSession, mesh: ParallelMesh, attempt: Attempt, resume: ResumePoint
+) -> TrainingEnd:
+    """Build the model of a phase and of those that share its shape, load its state, and train them."""
+    env, emit, watchdog = session.env, session.emit, session.watchdog
+    began = time.monotonic()
+    watchdog.heartbeat(None if resume.checkpoint is None else resume.checkpoint.step, "load")
     model = _build_model(job, mesh)
     if job.recipe.train.precision == "fp8" and (exclusions := describe_float8_exclusions(model)) is not None:
         emit("warning", text=exclusions)
     options = job.recipe.train.optimizer
     optimizer = optimizer_class(options)(model.shards, options, session.device)
     runner = StepRunner(model, optimizer, _build_reference(job, model))
-    attempt = _checkpoint_attempt(job, session)
-    resume = find_resume_point(job, attempt, env.rank, session.store, emit)
-    start = load_start_state(job, runner, emit, attempt.store, resume.checkpoint)
+    start = load_start_state(job, runner, emit, attempt.store, resume)
     if job.recipe.checkpoint.best is not None:
         start = resume.with_best(start)
     if session.store is not None:
@@ -191,7 +228,7 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
         spec=_checkpoint_spec(job),
         rank=env.rank,
         world_size=env.world_size,
-        store=None if session.store is None else dist.PrefixStore("checkpoints", session.store),
+        store=None if session.store is None else dist.PrefixStore(_checkpoint_keys(start.step, resume), session.store),
         keep=job.recipe.checkpoint.keep,
         resumed_step=start.step or None,
         on_event=emit,
@@ -199,11 +236,12 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
         timeout_seconds=0.8 * watchdog.budgets.seconds("checkpoint"),
     ) as checkpoints:
         answers = _sample_answers(job, model, session)
-        end = Trainer(job, runner, checkpoints, emit, watchdog, session.stop_signals, profiler, start, answers).run()
-    if end.signal is None:
-        return 0
-    emit("signal", end.step, name=signal.Signals(end.signal).name)
-    return 128 + end.signal
+        return Trainer(job, runner, checkpoints, emit, watchdog, session.stop_signals, profiler, start, answers).run()
+
+
+def _checkpoint_keys(step: int, resume: ResumePoint) -> str:
+    """Return what the writer's keys in the store begin with; one that was closed leaves its keys behind."""
+    return f"checkpoints-{step}" if resume.at_boundary else "checkpoints"
 
 
 def _build_reference(job: TrainJob, model: RankModel) -> ReferenceModel | None:
@@ -261,6 +299,7 @@ def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
         seed=job.recipe.seed,
         token_loss=build_loss(train.loss),
         preference=_preference_rule(job),
+        source_slots=0 if train.mode == "dpo" else job.source_slots,
     )
     if train.deterministic:
         torch.use_deterministic_algorithms(True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from trainshed.checkpoints.base import BaseWeights
 from trainshed.data.order import DataOrder
 from trainshed.data.prompts import ValidationPrompts
 from trainshed.engines.torch import rank_health
+from trainshed.engines.torch.learning_rate import learning_rate
 from trainshed.errors import InputError, TrainshedError
 from trainshed.models.parameters import AddedRows
 from trainshed.observe.budgets import PhaseBudgets
 from trainshed.observe.events import EventWriter
 from trainshed.plan.layout import RankLayout
 from trainshed.recipe import ModelConfig, Recipe
+from trainshed.recipe.phase_spans import PhaseSpan
 from trainshed.storage import Store
 
 
@@ -38,7 +40,8 @@ class TrainJob:
     name: str
     steps: int
     order: DataOrder
-    validation: DataOrder | None
+    validations: Mapping[str, DataOrder]
+    """The samples of each validation set, the one that decides first."""
     store: Store
     folder: str
     base: BaseWeights | None = None
@@ -48,6 +51,60 @@ class TrainJob:
     """What the model is asked at every validation."""
     added: AddedRows | None = None
     """The rows of the tokens that the run adds; `config` counts them."""
+    phases: tuple[PhaseJob, ...] = ()
+    """The parts of `train.phases`; none: the run is one."""
+    phase: PhaseJob | None = None
+    """The part that the other fields are of; None where there is one, or where they are of the run as a whole."""
+
+    def at(self, step: int) -> TrainJob:
+        """Return the job as the phase of a step (from 0) has it; the job itself where there are no phases."""
+        if not self.phases:
+            return self
+        phase = next((phase for phase in self.phases if step < phase.span.end), self.phases[-1])
+        return replace(
+            self,
+            recipe=phase.span.recipe,
+            config=phase.config,
+            layout=phase.layout,
+            order=phase.order,
+            validations=phase.validations,
+            phase=phase,
+        )
+
+    @property
+    def last_step(self) -> int:
+        """The step before which this job ends: of its phase, or of the run."""
+        return self.steps if self.phase is None else self.phase.span.end
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step (from 0)."""
+        if self.phase is not None:
+            return self.phase.span.learning_rate(step)
+        train = self.recipe.train
+        return learning_rate(step, self.steps, train.optimizer.lr, train.schedule)
+
+    def continues_model(self, other: TrainJob) -> bool:
+        """Whether another phase trains the same model in the same layout, so that nothing has to be built again."""
+        same_shape = self.order.sequence_length == other.order.sequence_length
+        return same_shape and self.layout == other.layout and self.config == other.config
+
+    @property
+    def source_slots(self) -> int:
+        """How many sources a step may tell apart in any phase; 0 where there is only one."""
+        orders = [phase.order for phase in self.phases] or [self.order]
+        most = max(len(order.sources) for order in orders)
+        return most if most > 1 else 0
+
+
+@dataclass(frozen=True)
+class PhaseJob:
+    """One part of `train.phases`: its steps, its samples, and the model and layout that it is trained with."""
+
+    span: PhaseSpan
+    order: DataOrder
+    validations: Mapping[str, DataOrder]
+    config: ModelConfig
+    layout: RankLayout
 
 
 class EventEmitter:

@@ -8,7 +8,7 @@ saved without the weights that they sit on, so a run with adapters always reads 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,6 +24,9 @@ from trainshed.checkpoints.native.folder import (
     CompleteCheckpoint,
     checkpoints_folder,
     latest_complete,
+    list_checkpoints,
+    open_checkpoint,
+    step_folder,
 )
 from trainshed.checkpoints.native.reader import load_checkpoint
 from trainshed.checkpoints.native.shards import TensorShard
@@ -34,7 +37,7 @@ from trainshed.engines.torch.batch_loader import LocalBatch, to_local_batch
 from trainshed.engines.torch.learning_rate import DecaySpan, check_resumed_decay
 from trainshed.engines.torch.model import ParameterShard, RankModel
 from trainshed.engines.torch.optimizer_registry import RankOptimizer
-from trainshed.engines.torch.rank_env import EventEmitter, TrainJob
+from trainshed.engines.torch.rank_env import EventEmitter, PhaseJob, TrainJob
 from trainshed.engines.torch.step import StepRunner
 from trainshed.engines.torch.weights import init_base_adapters, init_model, load_base_weights
 from trainshed.errors import InputError
@@ -71,22 +74,89 @@ def _with_replicas(state: TensorShard, shard: ParameterShard | None) -> TensorSh
 
 
 def state_facts(
-    order: DataOrder, step: int, skipped: int, decay: DecaySpan | None, validation: ValidationRecord | None = None
+    order: DataOrder,
+    step: int,
+    skipped: int,
+    decay: DecaySpan | None,
+    validation: ValidationRecord | None = None,
+    phases: Sequence[PhaseJob] = (),
 ) -> dict[str, Any]:
     """Return what a resumed run must know besides tensors; `step` is the next one."""
     return {
         "step": step,
-        "consumed_samples": order.consumed(step),
+        "consumed_samples": order.run_samples(step),
         "skipped_steps": skipped,
         "data_skip": [list(skipped_range) for skipped_range in order.skip.ranges],
         "sequence_length": order.sequence_length,
         "lr_decay": decay,
         **({} if validation is None else validation.to_facts()),
+        **({"phases": phase_facts(phases, step)} if phases else {}),
     }
 
 
-def check_state_facts(facts: Mapping[str, Any], order: DataOrder) -> None:
+def phase_facts(phases: Sequence[PhaseJob], step: int) -> list[dict[str, Any]]:
+    """Return what the phases were that have begun before a step, each as far as it had come."""
+    return [
+        {
+            "start": phase.span.start,
+            "steps": min(phase.span.end, step) - phase.span.start,
+            "sequence_length": phase.order.sequence_length,
+            "global_batch": phase.order.schedule.global_batch,
+            "first_sample": phase.span.first_sample,
+            "data_skip": [list(skipped_range) for skipped_range in phase.order.skip.ranges],
+            "lr": [phase.span.rate.begin, phase.span.rate.end, phase.span.rate.shape],
+            "length": phase.span.steps if phase.span.rate.varies else None,
+        }
+        for phase in phases
+        if phase.span.start < step
+    ]
+
+
+_PHASE_KEYS = {
+    "start": "steps",
+    "steps": "steps",
+    "sequence_length": "sequence_length",
+    "global_batch": "global_batch",
+    "first_sample": "data",
+    "lr": "lr",
+    "length": "steps",
+}
+"""What a phase was, and the key of the recipe that says it."""
+
+
+def check_phase_facts(facts: Mapping[str, Any], job: TrainJob) -> None:
+    """Refuse to resume if a phase that has begun is not what it was: extending the last one is all that may change."""
+    then, now = facts.get("phases", []), phase_facts(job.phases, facts["step"])
+    if not then and not now:
+        return
+    again = "write the phases as they were, or start another run with --id"
+    if len(then) != len(now):
+        raise InputError(
+            f"the checkpoint of step {facts['step']:,} was trained in {len(then) or 'no'} phases, by the recipe it "
+            f"would be {len(now) or 'none'}",
+            where=job.recipe.where("train.phases" if job.phases else "train"),
+            hint=again,
+        )
+    for number, (before, here) in enumerate(zip(then, now, strict=True)):
+        where = job.recipe.where(f"train.phases.{number}")
+        for fact, key in _PHASE_KEYS.items():
+            if before[fact] != here[fact]:
+                raise InputError(
+                    f"phase {number + 1} has begun, and its `{key}` is not what it was: {fact} was {before[fact]} and "
+                    f"would be {here[fact]}",
+                    where=where,
+                    hint=f"{again}; another phase after it may do what is wanted",
+                )
+        end = here["first_sample"] + here["steps"] * here["global_batch"]
+        _check_passed_skips(before["data_skip"], job.phases[number].order.skip, end, where)
+
+
+def check_state_facts(facts: Mapping[str, Any], job: TrainJob) -> None:
     """Refuse to resume if the data that the checkpoint was trained on is not what the recipe says."""
+    order = job.order
+    if job.phases or "phases" in facts:
+        check_phase_facts(facts, job)
+        return
     step, consumed = facts["step"], facts["consumed_samples"]
     if order.sequence_length != facts["sequence_length"]:
         raise InputError(
@@ -101,12 +171,16 @@ def check_state_facts(facts: Mapping[str, Any], order: DataOrder) -> None:
             where="train.global_batch",
             hint="write the batch it was trained with, or start another run with --id",
         )
-    before = SkipList([(start, stop) for start, stop in facts["data_skip"]])
+    _check_passed_skips(facts["data_skip"], order.skip, consumed, "data.skip")
+
+
+def _check_passed_skips(then: Sequence[Sequence[int]], now: SkipList, consumed: int, where: str) -> None:
+    before = SkipList([(start, stop) for start, stop in then])
     end = before.stream_end(consumed)
-    if _skipped_before(before, end) != _skipped_before(order.skip, end):
+    if _skipped_before(before, end) != _skipped_before(now, end):
         raise InputError(
             f"`data.skip` says something else about the first {end} samples, which this run has already passed",
-            where="data.skip",
+            where=where,
             hint=f"skip samples from {end} on, or start another run with --id",
         )
 
@@ -138,6 +212,8 @@ class ResumePoint:
 
     checkpoint: CompleteCheckpoint | None = None
     best: BestPointer | None = None
+    at_boundary: bool = False
+    """Whether this attempt has just written it, at the end of a phase."""
 
     def with_best(self, start: StartPoint) -> StartPoint:
         """Return a start for which the best checkpoint is the one that is kept."""
@@ -155,7 +231,8 @@ def find_resume_point(
         folder, reporter = checkpoints_folder(attempt.run_folder), _EventReporter(emit)
         checkpoint = latest_complete(attempt.store, folder, attempt=attempt, reporter=reporter)
         _check_resume_policy(job, checkpoint)
-        if checkpoint is not None and (warning := check_resumed_decay(job.recipe, job.steps, checkpoint)):
+        decays = checkpoint is not None and not job.phases
+        if decays and (warning := check_resumed_decay(job.recipe, job.steps, checkpoint)):
             emit("warning", text=warning)
         best = settle_best(attempt, checkpoint, wanted=job.recipe.checkpoint.best is not None, reporter=reporter)
         if store is not None:
@@ -193,6 +270,14 @@ def _checkpoint_from_plain(plain: Mapping[str, Any]) -> CompleteCheckpoint:
     return CompleteCheckpoint(plain["step"], plain["path"], plain["attempt"], manifest)
 
 
+def reached_boundary(attempt: Attempt, step: int, *, wants_best: bool) -> ResumePoint:
+    """Return the checkpoint that all ranks have just written at the end of a phase."""
+    folder = checkpoints_folder(attempt.run_folder)
+    checkpoint = open_checkpoint(attempt.store, step_folder(folder, step))
+    best = list_checkpoints(attempt.store, folder).best if wants_best else None
+    return ResumePoint(checkpoint, best, at_boundary=True)
+
+
 def _check_resume_policy(job: TrainJob, checkpoint: CompleteCheckpoint | None) -> None:
     resume = job.recipe.checkpoint.resume
     if checkpoint is not None and resume == "fresh":
@@ -210,24 +295,25 @@ def _check_resume_policy(job: TrainJob, checkpoint: CompleteCheckpoint | None) -
 
 
 def load_start_state(
-    job: TrainJob, runner: StepRunner, emit: EventEmitter, store: Store, checkpoint: CompleteCheckpoint | None
+    job: TrainJob, runner: StepRunner, emit: EventEmitter, store: Store, resume: ResumePoint
 ) -> StartPoint:
     """Fill the model and the optimizer from a checkpoint in `store`, from base weights, or with fresh values."""
-    model = runner.model
+    model, checkpoint = runner.model, resume.checkpoint
     if checkpoint is not None:
         began = time.monotonic()
-        check_state_facts(checkpoint.facts, job.order)
+        check_state_facts(checkpoint.facts, job)
         if model.lora is not None:
             _check_same_base(job, checkpoint)
             _load_weights(job, model, emit)
         facts = load_checkpoint(store, checkpoint, state_tensors(model, runner.optimizer))
-        emit(
-            "resume",
-            facts["step"],
-            from_attempt=checkpoint.attempt,
-            checkpoint=join(store.url, checkpoint.path),
-            seconds=time.monotonic() - began,
-        )
+        if not resume.at_boundary:
+            emit(
+                "resume",
+                facts["step"],
+                from_attempt=checkpoint.attempt,
+                checkpoint=join(store.url, checkpoint.path),
+                seconds=time.monotonic() - began,
+            )
         return StartPoint(int(facts["step"]), int(facts["skipped_steps"]), ValidationRecord.from_facts(facts))
     _load_weights(job, model, emit)
     if job.base is not None:

@@ -40,10 +40,12 @@ from trainshed.engines.torch.pipeline_stage import SyncedPipelineStage
 from trainshed.engines.torch.rank_health import NO_STOP_VOTES, agreed_signal
 from trainshed.engines.torch.rank_timing import WINDOW_VOTE
 from trainshed.models.collectives import AxisGroup
-from trainshed.models.loss import IGNORE_INDEX, LOSS_TERMS
+from trainshed.models.loss import IGNORE_INDEX, LOSS_TERMS, source_terms
 from trainshed.models.moe import ROUTER_LOSS_TERMS
 from trainshed.models.preference_loss import PREFERENCE_FIGURES, count_pairs, document_slots, packed_documents
 
+SOURCE_TOKENS = "source_tokens_"
+"""What the names of the figures begin with that count the labels of each source."""
 BATCH_COUNTS = ("learned_tokens", "pairs", "positions")
 """What is counted in a batch before its forward pass: labels, pairs of documents that are compared, and the sum of the
 positions of all tokens within their documents."""
@@ -113,6 +115,8 @@ class StepMetrics:
     """Pairs that the batch compares; None where it compares none."""
     rewards: Mapping[str, float]
     """Means over these pairs: the `PREFERENCE_FIGURES` and `reward_margin`."""
+    source_losses: Sequence[float | None] | None
+    """The mean loss of each source's labelled tokens, None for one that the batch has none of; None: not told apart."""
     non_finite: bool
     """Loss or gradient was not a number: nothing was updated."""
     stop_signal: int | None
@@ -151,10 +155,21 @@ class PendingMetrics:
             position_sum=figures.get("positions"),
             pairs=pairs if rewards else None,
             rewards=rewards,
+            source_losses=_source_losses(figures),
             non_finite=not finite,
             stop_signal=agreed_signal(figures),
             window_is_over=figures.get(WINDOW_VOTE, 0.0) > 0,
         )
+
+
+def _source_losses(figures: Mapping[str, float]) -> list[float | None] | None:
+    """Return the mean loss of each source, from its part of the batch's mean and the labels that it has."""
+    counts = [count for name, count in figures.items() if name.startswith(SOURCE_TOKENS)]
+    if not counts:
+        return None
+    parts = [figures[name] for name in source_terms(len(counts))]
+    # Every part is divided by the labels of the whole batch.
+    return [part * sum(counts) / count if count else None for part, count in zip(parts, counts, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -229,7 +244,7 @@ class StepRunner:
         losses = self._forward_backward(batch, global_batch, counts, backward=True)
         reduce_gradients(self.model.shards, self.model.mesh)
         squared_norm = squared_grad_norm(self.model.shards).to(self.model.mesh.device)
-        figures = self._all_reduce_figures(squared_norm, losses, batch.hashes, votes, counts)
+        figures = self._all_reduce_figures(squared_norm, losses, batch, votes, counts)
         norm = figures["squared_grad_norm"].sqrt()
         skip = 1.0 - (torch.isfinite(norm) & torch.isfinite(figures["loss"])).double()
         self.optimizer.step(lr, norm, skip)
@@ -246,7 +261,8 @@ class StepRunner:
         everything = labelled or global_batch * self.model.sequence_length
         losses = self._forward_backward(batch, global_batch, counts, backward=False, labelled=everything)
         no_gradient = torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
-        figures = self._all_reduce_figures(no_gradient, losses, (0, 0), NO_STOP_VOTES, counts)
+        unhashed = replace(batch, hashes=(0, 0), sources=None)
+        figures = self._all_reduce_figures(no_gradient, losses, unhashed, NO_STOP_VOTES, counts)
         metrics = PendingMetrics(figures, ()).read()
         counted = metrics.learned_tokens if metrics.pairs is None else metrics.pairs
         return EvaluationResult(metrics.loss, everything if counted is None else counted, metrics.rewards)
@@ -302,7 +318,7 @@ class StepRunner:
         self,
         squared_norm: torch.Tensor,
         losses: torch.Tensor,
-        hashes: tuple[int, int],
+        batch: LocalBatch,
         votes: Mapping[str, float],
         counts: torch.Tensor | None,
     ) -> StepFigures:
@@ -315,9 +331,20 @@ class StepRunner:
         if counts is not None:
             # Already summed over the ranks.
             figures.add(BATCH_COUNTS, counts / self.model.mesh.layout.world_size)
-        figures.add_from_host({"hash_low": float(hashes[0]), "hash_high": float(hashes[1]), **votes})
+        if slots := self.model.regularization.source_slots:
+            figures.add([f"{SOURCE_TOKENS}{number}" for number in range(slots)], self._count_sources(batch, slots))
+        figures.add_from_host({"hash_low": float(batch.hashes[0]), "hash_high": float(batch.hashes[1]), **votes})
         figures.all_reduce(self.model.mesh.layout.world_size)
         return figures
+
+    def _count_sources(self, batch: LocalBatch, slots: int) -> torch.Tensor:
+        """Count this rank's labels of each source; the ranks that count the loss count them."""
+        if batch.sources is None or not self._counts_loss:
+            return torch.zeros(slots, dtype=torch.float64, device=self.model.mesh.device)
+        assert batch.labels is not None
+        labels = (batch.labels != IGNORE_INDEX).sum(1)
+        numbers = torch.arange(slots, device=labels.device)
+        return torch.where(batch.sources == numbers[:, None], labels, 0).sum(1).double()
 
 
 class ForwardBackward:
@@ -355,7 +382,14 @@ class ForwardBackward:
         (stage,) = self.model.stages
         assert batch.tokens is not None
         assert batch.labels is not None
-        parts = (batch.tokens, batch.labels, batch.samples, batch.document_starts, batch.reference_logps)
+        parts = (
+            batch.tokens,
+            batch.labels,
+            batch.samples,
+            batch.document_starts,
+            batch.reference_logps,
+            batch.sources,
+        )
         outputs: list[torch.Tensor] = []
         for number, inputs in enumerate(
             zip(*([None] * micro_batches if part is None else part.chunk(micro_batches) for part in parts), strict=True)
@@ -386,6 +420,8 @@ class ForwardBackward:
             keywords["labels"] = batch.labels
             if batch.reference_logps is not None:
                 keywords["reference_logps"] = batch.reference_logps
+            if batch.sources is not None:
+                keywords["sources"] = batch.sources
         run: Callable[..., Any] = schedule.step if backward else schedule.eval
         options: dict[str, Any] = {"return_outputs": False} if backward else {}
         # The last stage computes the loss itself; the schedule asks for it only where there is a `target`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,14 +17,14 @@ from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.batch_loader import BatchLoader
 from trainshed.engines.torch.device_clock import DeviceTimestamp
 from trainshed.engines.torch.garbage_collection import StepGarbageCollector
-from trainshed.engines.torch.learning_rate import decay_span, learning_rate
+from trainshed.engines.torch.learning_rate import decay_span
 from trainshed.engines.torch.profiler import StepProfiler
 from trainshed.engines.torch.rank_env import EventEmitter, TrainJob
 from trainshed.engines.torch.rank_health import Watchdog, stop_votes
 from trainshed.engines.torch.rank_timing import RankTimer
 from trainshed.engines.torch.sample_answers import SampleAnswers
 from trainshed.engines.torch.state import StartPoint, state_facts, state_tensors
-from trainshed.engines.torch.step import PendingMetrics, StepMetrics, StepRunner
+from trainshed.engines.torch.step import EvaluationResult, PendingMetrics, StepMetrics, StepRunner
 from trainshed.engines.torch.validation import early_stop_reason, evaluate_batches
 from trainshed.errors import TrainshedError
 from trainshed.observe.mfu import measure_mfu
@@ -37,6 +38,8 @@ class TrainingEnd:
 
     step: int
     signal: int | None
+    at_boundary: bool = False
+    """Whether a phase follows that needs another model or layout."""
 
 
 class Trainer:
@@ -59,12 +62,12 @@ class Trainer:
         self.step, self.skipped = start.step, start.skipped
         self.record = start.validation
         """The validation losses so far; None where none is measured, or where the checkpoint does not hold them."""
-        if start.step == 0 and job.validation is not None:
+        if start.step == 0 and job.validations:
             self.record = ValidationRecord()
         self.last_saved_step = start.step or None
         mesh = runner.model.mesh
         self.device = mesh.device
-        self.loader = BatchLoader(job.order, mesh, with_sample_ids=job.recipe.train.drops)
+        self.loader = self._batch_loader()
         rank = dist.get_rank() if job.layout.world_size > 1 else 0
         self.rank_timer = RankTimer(mesh.device, rank, job.layout.world_size)
         self.collector = StepGarbageCollector()
@@ -87,7 +90,8 @@ class Trainer:
         try:
             self._catch_up()
             began, self._last_timestamp = time.monotonic(), DeviceTimestamp(self.device)
-            while self.step < self.job.steps and self._stop is None and self._early_stop is None:
+            self._report_phase()
+            while self._goes_on():
                 self.watchdog.heartbeat(self.step, "first_step" if self._ranks_may_diverge else "step")
                 self.profiler.before(self.step)
                 self._launch_step()
@@ -114,7 +118,46 @@ class Trainer:
             self._save(blocking=True)
         self.watchdog.heartbeat(self.step, "checkpoint")
         self.writer.wait()
-        return TrainingEnd(self.step, self._stop)
+        at_boundary = self.step == self.job.last_step < self.job.steps
+        return TrainingEnd(self.step, self._stop, at_boundary and self._stop is None and self._early_stop is None)
+
+    def _goes_on(self) -> bool:
+        """Whether another step follows here. Phases with the same model and layout follow one another at no cost."""
+        if self.step == self.job.last_step < self.job.steps:
+            self._read_metrics(0)
+            following = self.job.at(self.step)
+            if self._stop is None and self._early_stop is None and self.job.continues_model(following):
+                self.loader.close()
+                self.job = following
+                self.loader = self._batch_loader()
+                self._report_phase()
+        return self.step < self.job.last_step and self._stop is None and self._early_stop is None
+
+    def _batch_loader(self) -> BatchLoader:
+        regularization = self.runner.model.regularization
+        return BatchLoader(
+            self.job.order,
+            self.runner.model.mesh,
+            with_sample_ids=self.job.recipe.train.drops,
+            with_sources=regularization.source_slots > 0,
+        )
+
+    def _report_phase(self) -> None:
+        """Say which phase of `train.phases` begins or goes on here."""
+        if (phase := self.job.phase) is None:
+            return
+        self.emit(
+            "train_phase",
+            self.step,
+            name=phase.span.name,
+            number=phase.span.number + 1,
+            of=len(self.job.phases),
+            first_step=phase.span.start,
+            last_step=phase.span.end,
+            sequence_length=phase.order.sequence_length,
+            global_batch=phase.order.schedule.global_batch,
+            layout=str(phase.layout),
+        )
 
     def _end_profile(self) -> None:
         """Report what a cycle of the profiler has left; the time to write it does not count for the next step."""
@@ -129,9 +172,9 @@ class Trainer:
             self._last_timestamp = DeviceTimestamp(self.device)
 
     def _launch_step(self) -> None:
-        train, step = self.job.recipe.train, self.step
-        batch = self.loader.batch(step, ahead=step + 1 < self.job.steps)
-        lr = learning_rate(step, self.job.steps, train.optimizer.lr, train.schedule)
+        step = self.step
+        batch = self.loader.batch(step, ahead=step + 1 < self.job.last_step)
+        lr = self.job.learning_rate(step)
         votes = stop_votes(self.stop_signals) | self.rank_timer.votes()
         with self.rank_timer.step(step):
             pending = self.runner.step(batch, self.job.order.batch_size(step), lr, votes)
@@ -164,7 +207,7 @@ class Trainer:
             loss=_finite_or_none(metrics.loss),
             grad_norm=_finite_or_none(metrics.grad_norm),
             lr=lr,
-            tokens=job.order.consumed(step + 1) * length,
+            tokens=job.order.run_tokens(step + 1),
             step_seconds=seconds,
             tokens_per_second_per_gpu=rate,
             mfu=mfu,
@@ -173,9 +216,24 @@ class Trainer:
             learned_tokens=metrics.learned_tokens,
             pairs=metrics.pairs,
             skipped=metrics.non_finite,
+            source_losses=self._source_losses(metrics),
+            **self._phase_figures(step),
             **{name: _finite_or_none(value) for name, value in {**metrics.loss_terms, **metrics.rewards}.items()},
             memory_gib=torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None,
         )
+
+    def _source_losses(self, metrics: StepMetrics) -> dict[str, float | None] | None:
+        """The losses of the sources that the batch has samples of, by their names; None where there is one source."""
+        if metrics.source_losses is None or len(self.job.order.sources) == 1:
+            return None
+        named = zip(self.job.order.sources, metrics.source_losses, strict=False)
+        return {source.name: _finite_or_none(loss) for source, loss in named if loss is not None}
+
+    def _phase_figures(self, step: int) -> dict[str, Any]:
+        """What only steps of phases say: which one, and how many samples the run has taken of all data."""
+        if self.job.phase is None:
+            return {}
+        return {"train_phase": self.job.phase.span.name, "samples": self.job.order.run_samples(step + 1)}
 
     def _mfu(self, rate: float, metrics: StepMetrics, tokens: int) -> tuple[float | None, float | None]:
         gpu = gpu_by_device_name(self._gpu_name)
@@ -217,11 +275,12 @@ class Trainer:
         kept = f"the checkpoint of step {saved} is kept" if saved else "there is no checkpoint before it"
         order = self.job.order
         samples = order.sample_indices(step)
+        skip_key = "data.skip" if self.job.phase is None else f"{self.job.phase.span.data_key}.skip"
         without = SkipList([*order.skip.ranges, (int(samples[0]), int(samples[-1]) + 1)])
         raise TrainshedError(
             f"step {step + 1:,} has a {what}; nothing was updated, {kept}",
             hint=f"pass over such steps with `train.non_finite=skip --id {self.job.name}`, or leave its samples out "
-            f"with `data.skip: {[list(skipped_range) for skipped_range in without.ranges]}`",
+            f"with `{skip_key}: {[list(skipped_range) for skipped_range in without.ranges]}`",
         )
 
     def _between_steps_due(self) -> bool:
@@ -232,10 +291,11 @@ class Trainer:
         return every is not None and self.step % every == 0 and self.step < self.job.steps
 
     def _validation_due(self) -> bool:
-        validation = self.job.recipe.data.validation
-        if validation is None or self.job.validation is None:
-            return False
-        return self.step % validation.every == 0 or self.step == self.job.steps
+        return any(self._is_due(name) for name in self.job.validations)
+
+    def _is_due(self, validation_set: str) -> bool:
+        every = self.job.recipe.data.validations[validation_set].every
+        return self.step % every == 0 or self.step == self.job.steps
 
     def _catch_up(self) -> None:
         """Do what a run that never stopped had done at this step: measure the loss, or end early.
@@ -267,24 +327,30 @@ class Trainer:
         self._phases_seen.add(phase)
 
     def _validate(self) -> None:
-        order, validation, early_stop = self.job.validation, self.job.recipe.data.validation, self._early_stop_settings
-        assert order is not None
-        assert validation is not None
+        sets, early_stop = self.job.recipe.data.validations, self._early_stop_settings
         self._begin_phase("validation")
         began = time.monotonic()
-        result = evaluate_batches(self.runner, order, validation.batches)
-        loss = _finite_or_none(result.loss)
+        results: dict[str, EvaluationResult] = {}
+        for name, order in self.job.validations.items():
+            if self._is_due(name):
+                results[name] = evaluate_batches(self.runner, order, sets[name].batches)
+                self.watchdog.heartbeat(self.step, "validation")
+        # All sets are due whenever one is: the first is always among them, and decides.
+        first = next(iter(results))
+        loss, named = _finite_or_none(results[first].loss), bool(self.job.recipe.data.named_validations)
         self.emit(
             "validation",
             self.step,
             loss=loss,
-            batches=validation.batches,
+            batches=sets[first].batches,
             seconds=time.monotonic() - began,
-            **{name: _finite_or_none(value) for name, value in result.rewards.items()},
+            set_losses={name: _finite_or_none(result.loss) for name, result in results.items()} if named else None,
+            **{name: _finite_or_none(value) for name, value in results[first].rewards.items()},
         )
         min_delta = 0.0 if early_stop is None else early_stop.min_delta
         self.record = (self.record or ValidationRecord()).after(self.step, loss, min_delta=min_delta)
-        if self.answers is not None:
+        prompted = next((name for name, one_set in sets.items() if one_set.prompts is not None), None)
+        if self.answers is not None and prompted in results:
             self.answers.run(self.step, lambda: self.watchdog.heartbeat(self.step, "validation"))
 
     @property
@@ -304,7 +370,7 @@ class Trainer:
     def _save(self, *, blocking: bool) -> None:
         self._begin_phase("checkpoint")
         decay = decay_span(self.job.steps, self.job.recipe.train.schedule)
-        facts = state_facts(self.job.order, self.step, self.skipped, decay, self.record)
+        facts = state_facts(self.job.order, self.step, self.skipped, decay, self.record, self.job.phases)
         tensors = state_tensors(self.runner.model, self.runner.optimizer)
         best_loss = self.record.best_loss if self.record is not None and self._is_best() else None
         self.writer.save(self.step, tensors, facts, blocking=blocking, best_loss=best_loss)

@@ -11,6 +11,7 @@ from trainshed.launch.job import JobFile
 from trainshed.observe.notify import Notifier, notify_of_run, recipients_of
 from trainshed.plugins import plugins_not_run
 from trainshed.recipe import load_cluster, load_recipe
+from trainshed.recipe.phase_spans import written_steps
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE
 
 
@@ -30,5 +31,5 @@ def notify_of_job(job: JobFile, folder: Path, secrets: Mapping[str, str] | None 
     recipients = recipients_of(recipe, cluster)
     environment = {**os.environ, **(secrets or {})}
     name = f"{recipe.name}/{run.name}"
-    with notify_of_run(run, recipients, run=name, steps=recipe.train.steps, environment=environment) as notifier:
+    with notify_of_run(run, recipients, run=name, steps=written_steps(recipe), environment=environment) as notifier:
         yield notifier

@@ -32,7 +32,7 @@ _MOST_EVENTS = 20_000
 """Events besides steps that are kept, the newest."""
 _RANK_WINDOWS = 240
 """`ranks` events that are kept, for the history of one rank."""
-_NOT_FIGURES = frozenset({"v", "time", "attempt", "rank", "step", "tokens", "skipped"})
+_NOT_FIGURES = frozenset({"v", "time", "attempt", "rank", "step", "tokens", "skipped", "samples"})
 _SECONDS_UNTIL_SILENT = 180.0
 
 

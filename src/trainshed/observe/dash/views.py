@@ -157,7 +157,9 @@ def _marks(reader: RunReader) -> list[dict[str, Any]]:
     marks: list[dict[str, Any]] = []
     for event in reader.events:
         kind = event["kind"]
-        if kind == "resume":
+        if kind == "train_phase" and event["step"] == event["first_step"]:
+            marks.append({"kind": "plain", "step": event["step"], "time": event["time"], "text": event_text(event)})
+        elif kind == "resume":
             marks.append({"kind": "restart", "step": event["step"], "time": event["time"], "text": event_text(event)})
         elif kind in ("alarm", "non_finite", "stall", "failure") or (kind == "checkpoint" and event["phase"] == "best"):
             mark = "best" if kind == "checkpoint" else event_level(event)

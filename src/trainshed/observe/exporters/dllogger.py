@@ -43,7 +43,7 @@ class DLLoggerExporter(Exporter):
                 "reduced_train_loss": event["loss"],
                 "lr": event["lr"],
                 "global_step": event["step"] + 1,
-                "consumed_samples": event["tokens"] // self.sequence_length,
+                "consumed_samples": event.get("samples") or event["tokens"] // self.sequence_length,
                 "train_step_timing in s": event["step_seconds"],
                 "grad_norm": event["grad_norm"],
             }
@@ -51,7 +51,9 @@ class DLLoggerExporter(Exporter):
                 event, event["step"] + 1, {key: value for key, value in figures.items() if value is not None}
             )
         elif kind == "validation" and event["loss"] is not None:
-            yield self._line(event, event["step"], {"val_loss": event["loss"], "global_step": event["step"]})
+            named = event.get("set_losses") or {}
+            sets = {f"val_loss/{name}": loss for name, loss in named.items() if loss is not None}
+            yield self._line(event, event["step"], {"val_loss": event["loss"], "global_step": event["step"], **sets})
 
     def _line(self, event: Mapping[str, Any], step: int | str, data: dict[str, Any]) -> bytes:
         now = event.get("time") or time.time()

@@ -43,4 +43,6 @@ def figure_point(event: Mapping[str, Any]) -> FigurePoint | None:
     # A validation says how many steps are done, a step its own number.
     step, tags = (event["step"] + 1, STEP_TAGS) if kind == "step" else (event["step"], VALIDATION_TAGS)
     figures = {tag: event[key] for key, tag in tags.items() if event.get(key) is not None}
+    named = event.get("source_losses") or event.get("set_losses") or {}
+    figures |= {f"{tags['loss']}/{name}": loss for name, loss in named.items() if loss is not None}
     return FigurePoint(step, figures, event.get("time")) if figures else None

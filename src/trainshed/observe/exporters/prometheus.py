@@ -35,6 +35,11 @@ GAUGES: dict[str, str] = {
     "trainshed_compute_seconds_median": "Median rank: seconds of a step that it computed, mean of the last window",
 }
 """Name and help of what goes up and down."""
+NAMED_GAUGES: dict[str, str] = {
+    "trainshed_source_loss": "Training loss of the last step that had samples of a source",
+    "trainshed_validation_set_loss": "Loss of the last validation of a named set",
+}
+"""Name and help of the losses of sources and sets, which have the label `name` too."""
 COUNTERS: dict[str, str] = {
     "trainshed_step_duration_seconds": "Seconds of all steps of this attempt",
     "trainshed_steps_done": "Steps of this attempt",
@@ -71,6 +76,9 @@ class PrometheusExporter:
         self._labels = {"run": run.run, "attempt": str(run.attempt)}
         names = list(self._labels)
         self._gauges = {name: Gauge(name, text, names, registry=self.registry) for name, text in GAUGES.items()}
+        self._named_gauges = {
+            name: Gauge(name, text, [*names, "name"], registry=self.registry) for name, text in NAMED_GAUGES.items()
+        }
         self._counters = {
             name: Counter(name, text, names, registry=self.registry).labels(**self._labels)
             for name, text in COUNTERS.items()
@@ -106,6 +114,7 @@ class PrometheusExporter:
                 self._take_step(event)
             case "validation":
                 self._set("trainshed_validation_loss", event["loss"])
+                self._set_named("trainshed_validation_set_loss", event.get("set_losses"))
             case "resume":
                 self._set("trainshed_step", event["step"])
                 self._set("trainshed_checkpoint_step", event["step"])
@@ -127,6 +136,7 @@ class PrometheusExporter:
     def _take_step(self, event: Mapping[str, Any]) -> None:
         for key, name in _STEP_GAUGES.items():
             self._set(name, event.get(key))
+        self._set_named("trainshed_source_loss", event.get("source_losses"))
         self._set("trainshed_step", event["step"] + 1)
         self._gauges["trainshed_step_timestamp_seconds"].labels(**self._labels).set_to_current_time()
         memory = event.get("memory_gib")
@@ -135,6 +145,11 @@ class PrometheusExporter:
         self._counters["trainshed_step_duration_seconds"].inc(event["step_seconds"])
         if event.get("skipped"):
             self._counters["trainshed_steps_skipped"].inc()
+
+    def _set_named(self, gauge: str, losses: Mapping[str, float | None] | None) -> None:
+        for name, loss in (losses or {}).items():
+            if loss is not None:
+                self._named_gauges[gauge].labels(**self._labels, name=name).set(loss)
 
     def _set(self, name: str, value: float | None) -> None:
         """Set a gauge. What is not known has no series."""

@@ -205,9 +205,14 @@ class RunBudget:
         }
 
 
-def run_budget(training: TrainingShape, prediction: LayoutPrediction, terms: RunTerms) -> RunBudget:
-    """Return what a predicted layout costs to save, to feed and to run; raise where its volume is too small."""
-    layout, hardware, step = prediction.layout, training.hardware, prediction.step_seconds
+def run_budget(
+    training: TrainingShape, prediction: LayoutPrediction, terms: RunTerms, *, step_seconds: float | None = None
+) -> RunBudget:
+    """Return what a predicted layout costs to save, to feed and to run; raise where its volume is too small.
+
+    `step_seconds` is the mean over the phases of a run that has some.
+    """
+    layout, hardware, step = prediction.layout, training.hardware, step_seconds or prediction.step_seconds
     where = {"storage": terms.storage, "machine": terms.machine, "engine": terms.engine}
     checkpoint = checkpoint_cost(training.trained_weights, layout, hardware, **where)
     mtbf, mtbf_source = node_mtbf_hours(hardware.gpus_per_node, terms.mtbf_hours)

@@ -147,7 +147,8 @@ def _prepared_bytes(recipe: Recipe, cluster: Cluster) -> int | None:
     if recipe.data.synthetic:
         return 0
     total = 0
-    for source in recipe.data.train:
+    training = (source for path, source in recipe.sources() if path[:2] != ("data", "validation"))
+    for source in training:
         if source.tokens is None:
             return None
         for prefix in source.tokens:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from trainshed.recipe.schema import PipelineSchedule
+from trainshed.recipe.layout import PipelineSchedule
 
 PassKind = Literal["forward", "backward", "weights"]
 """`weights`: the gradients of weights, which a zero-bubble schedule computes where a rank would wait."""

@@ -25,7 +25,7 @@ from trainshed.plan.published.finetuning import (
 )
 from trainshed.plan.published.rows import PublishedRow, SkippedRow
 from trainshed.plan.training_shape import Hardware, TrainingShape
-from trainshed.recipe.schema import Recompute, Shard
+from trainshed.recipe.layout import Recompute, Shard
 
 _NOT_GATED = ("gpt", "bloom", "mpt", "mt-nlg", "nemotron3-8b", "nemotron4", "megatron-ci:gpt3")
 _OTHER_ARCHITECTURES = (

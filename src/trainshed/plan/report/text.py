@@ -16,7 +16,7 @@ from trainshed.plan.layout import RankLayout, even_stages
 from trainshed.plan.performance.memory import GpuMemory
 from trainshed.plan.performance.prediction import LayoutPrediction, StepTimes, predict
 from trainshed.plan.training_shape import TrainingShape
-from trainshed.recipe.schema import Recompute, Shard
+from trainshed.recipe.layout import Recompute, Shard
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from trainshed.plan.legality.rules import LegalityContext, divisors
 from trainshed.plan.performance.memory import trained_bytes
 from trainshed.plan.performance.prediction import LayoutPrediction, predict
 from trainshed.plan.training_shape import TrainingShape
-from trainshed.recipe.schema import PipelineSchedule, Recompute, Shard
+from trainshed.recipe.layout import PipelineSchedule, Recompute, Shard
 from trainshed.recipe.section import Problem
 
 _LEAST_CP_TOKENS = 2048
