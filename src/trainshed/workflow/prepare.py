@@ -501,8 +501,10 @@ def _stage_tokens(
 
     def index_folders() -> list[Path]:
         orders = run_orders(recipe, data, indexes, build=False, options=options)
-        sources = [*orders.train.sources, *(orders.validation.sources if orders.validation is not None else ())]
-        return [source.index.folder for source in sources if isinstance(source, TokenDataset | PackedDataset)]
+        all_orders = [order for part in (orders, *orders.phases) for order in (part.train, *part.validations.values())]
+        sources = [source for order in all_orders for source in order.sources]
+        datasets = [source for source in sources if isinstance(source, TokenDataset | PackedDataset)]
+        return list(dict.fromkeys(dataset.index.folder for dataset in datasets))
 
     return stage_run(data, index_folders, Path(disk), run, in_memory=in_memory, options=options, reporter=reporter)
 

@@ -179,7 +179,7 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     while True:
         part = job.at(0 if resume.checkpoint is None else resume.checkpoint.step)
         if part.layout != mesh.layout:
-            mesh = build_mesh(part.layout, session.device)
+            mesh = build_mesh(part.layout, session.device, part.config)
         end = _train_part(part, session, mesh, attempt, resume)
         if not end.at_boundary:
             break
