@@ -63,7 +63,7 @@ def test_the_state_of_a_registered_optimizer_is_saved_and_goes_on_elsewhere(
         ("{name: sgd, lr: 0.1, betas: [0.5, 0.5]}", "the optimizer sgd does not read it"),
         ("{name: sgd, lr: 0.1, states: bf16}", "the optimizer sgd of a plugin keeps its states as its weights are"),
         ("{name: sgd, lr: 0.1, options: {momentun: 0.5}}", "unexpected keyword argument 'momentun'"),
-        ("{name: sgb, lr: 0.1}", "`sgb` is not one of adamw, sgd"),
+        ("{name: sgb, lr: 0.1}", "`sgb` is not one of adamw, muon, sgd"),
         ("{name: adamw, lr: 0.1, options: {momentum: 0.5}}", "adamw has none"),
     ],
 )

@@ -110,7 +110,9 @@ def fused_matrices(config: ModelConfig, parameter: Parameter) -> tuple[MatrixRow
         keys = config.head_dim
         queries = config.heads // config.kv_heads * keys
         ends = (queries, queries + keys, queries + 2 * keys)
-        assert parameter.shape[0] == config.kv_heads * ends[-1], "for each group its queries, one key and one value head"
+        assert parameter.shape[0] == config.kv_heads * ends[-1], (
+            "for each group its queries, one key and one value head"
+        )
         return tuple(MatrixRows(ends[-1], start, stop) for start, stop in zip((0, *ends[:-1]), ends, strict=True))
     if "gate_up" in parameter.name:
         return (MatrixRows(2, 0, 1), MatrixRows(2, 1, 2))

@@ -59,7 +59,9 @@ from trainshed.storage import FileEntry, Hasher, LocalStore, Store, checksum_of,
 from trainshed.storage.manifest import MANIFEST
 
 MODEL_PREFIX = "model."
-"""Of the names of weights in a checkpoint; the other tensors belong to the optimizer."""
+"""Of the names of weights in a checkpoint."""
+EMA_PREFIX = "ema."
+"""Of their averages, where a run makes them; all other tensors are those of the optimizer and of the run."""
 _SLOTS = 4  # items in the cache; more only while more threads read
 
 

@@ -22,7 +22,7 @@ from trainshed.checkpoints.lora.checkpoint_spec import ADDED, BASE, LORA
 from trainshed.checkpoints.native.writer import CheckpointWriter
 from trainshed.engines.torch import rank_health
 from trainshed.engines.torch.model import RankModel, build_model, describe_float8_exclusions
-from trainshed.engines.torch.optimizer_registry import optimizer_class
+from trainshed.engines.torch.optimizer_registry import build_rank_optimizer
 from trainshed.engines.torch.parallel import ParallelMesh, build_mesh
 from trainshed.engines.torch.profiler import StepProfiler
 from trainshed.engines.torch.rank_env import (
@@ -35,10 +35,12 @@ from trainshed.engines.torch.rank_env import (
 )
 from trainshed.engines.torch.rank_health import Watchdog
 from trainshed.engines.torch.sample_answers import AnswerLog, SampleAnswers
+from trainshed.engines.torch.spikes import SpikeDetector
 from trainshed.engines.torch.stack_dump import write_stacks_when_asked
 from trainshed.engines.torch.state import base_spec, find_resume_point, load_start_state
 from trainshed.engines.torch.step import ReferenceModel, StepRunner
 from trainshed.engines.torch.trainer import Trainer
+from trainshed.engines.torch.weight_average import WeightAverage
 from trainshed.engines.torch.weights import load_base_weights
 from trainshed.errors import InputError, TrainshedError
 from trainshed.models.decoder import Regularization
@@ -171,9 +173,7 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     model = _build_model(job, mesh)
     if job.recipe.train.precision == "fp8" and (exclusions := describe_float8_exclusions(model)) is not None:
         emit("warning", text=exclusions)
-    options = job.recipe.train.optimizer
-    optimizer = optimizer_class(options)(model.shards, options, session.device)
-    runner = StepRunner(model, optimizer, _build_reference(job, model))
+    runner = _build_runner(job, model)
     attempt = _checkpoint_attempt(job, session)
     resume = find_resume_point(job, attempt, env.rank, session.store, emit)
     start = load_start_state(job, runner, emit, attempt.store, resume.checkpoint)
@@ -204,6 +204,17 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
         return 0
     emit("signal", end.step, name=signal.Signals(end.signal).name)
     return 128 + end.signal
+
+
+def _build_runner(job: TrainJob, model: RankModel) -> StepRunner:
+    train = job.recipe.train
+    return StepRunner(
+        model,
+        build_rank_optimizer(model, train.optimizer),
+        _build_reference(job, model),
+        None if train.spikes is None else SpikeDetector(train.spikes, model.mesh),
+        None if train.ema is None else WeightAverage(model, train.ema),
+    )
 
 
 def _build_reference(job: TrainJob, model: RankModel) -> ReferenceModel | None:
