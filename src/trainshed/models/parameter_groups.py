@@ -105,7 +105,7 @@ def is_layer_matrix(parameter: Parameter) -> bool:
 
 
 def fused_matrices(config: ModelConfig, parameter: Parameter) -> tuple[MatrixRows, ...]:
-    """Return the matrices that a matrix of a layer holds, in the order of rows that `models/parameters.py` describes."""
+    """Return the matrices that a matrix of a layer holds; `models/parameters.py` describes the order of its rows."""
     if parameter.name.endswith("attention.qkv.weight"):
         keys = config.head_dim
         queries = config.heads // config.kv_heads * keys

@@ -163,8 +163,10 @@ def box_table(shards: Sequence[ParameterShard], group: AxisGroup, device: torch.
     table = torch.tensor(rows, dtype=torch.int64).view(len(rows), 6)
     if group.size == 1:
         return [table.tolist()]
-    gathered = torch.empty(group.size, *table.shape, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(gathered, table[None].to(device), group=group.ranks)
+    # A sum with zeros everywhere else: all_gather of a tensor has another name in every second version of PyTorch.
+    gathered = torch.zeros(group.size, *table.shape, dtype=torch.int64, device=device)
+    gathered[group.rank] = table.to(device)
+    dist.all_reduce(gathered, group=group.ranks)
     return gathered.tolist()
 
 

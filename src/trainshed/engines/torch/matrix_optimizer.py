@@ -71,11 +71,9 @@ class MatrixRankOptimizer:
         shard = self.matrices[matrix.number]
         state = {name: self._box(matrix, tensor) for name, tensor in self.state[matrix.number].items()}
         before = {name: tensor.clone() for name, tensor in state.items()}
-        gradient = shard.gradient
         # Without a gradient there is still the momentum; all ranks of the stage take part in the exchange.
-        box = (
-            torch.zeros_like(self._box(matrix, shard.local_tensor)) if gradient is None else self._box(matrix, gradient)
-        )
+        gradient = torch.zeros_like(shard.local_tensor) if shard.gradient is None else shard.gradient
+        box = self._box(matrix, gradient)
         prepared = self.rule.prepare(box / scale.to(box.dtype), state, self.updates).clone()
         for name, tensor in state.items():
             tensor.copy_(torch.where(skipped, before[name], tensor))

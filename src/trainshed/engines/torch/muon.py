@@ -21,7 +21,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _SMALLEST_NORM = 1e-7
 """A matrix of zeros is divided by this in place of its norm."""
 _RMS_OF_ADAMW = 0.2
-"""The usual root mean square of AdamW's updates before the learning rate ("Muon is scalable for LLM training", 2025)."""
+"""The usual root mean square of AdamW's updates, before the learning rate ("Muon is Scalable for LLM Training")."""
 
 
 class Muon(MatrixOptimizer):

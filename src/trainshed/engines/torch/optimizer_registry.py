@@ -47,8 +47,8 @@ class ElementwiseOptimizer(ABC):
     """An optimizer whose update of an element depends on that element alone: its weight, gradient and state.
 
     A subclass names its state and updates one tensor. The engine does the rest on every layout: it sums and clips the
-    gradients (`clip`), shrinks matrices by `lr · weight_decay`, scales `lr` by tensor (`groups`), skips steps that are not finite, and saves and loads
-    the state. A rank calls `update` with its shard of a tensor, which may be any box of it. What `update` does must not
+    gradients (`clip`), shrinks matrices by `lr · weight_decay`, treats tensors apart (`groups`), skips steps that are
+    not finite, and saves and loads the state. A rank calls `update` with its shard of a tensor, which may be any box of it. What `update` does must not
     depend on the shape, and must not read a value on the host.
     """
 
@@ -79,7 +79,7 @@ class MatrixOptimizer(ABC):
     A rank has a shard of a matrix. The engine calls `prepare` on it, puts what that returns together to whole matrices,
     each on one rank, calls `direction` there and hands every rank its part. A weight changes by
     -lr · `lr_scale` · direction, and shrinks by `lr · weight_decay`. Tensors that hold several projections are taken
-    apart first (`models/parameter_groups.py`). Everything that is not a matrix of a layer is updated by AdamW. Clipping,
+    apart first (`models/parameter_groups.py`). AdamW updates everything that is not a matrix of a layer. Clipping,
     skipped steps, `groups` and the saving of the state are the engine's, as for an `ElementwiseOptimizer`.
     """
 
