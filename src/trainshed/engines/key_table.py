@@ -173,7 +173,9 @@ COMMON_UNSAID: Mapping[str, str] = {
     **dict.fromkeys(("data.skip", "data.stage", "train.z_loss", "checkpoint.to"), REFUSED),
     **dict.fromkeys(("data.validation.prompts", "data.validation.answer_tokens", "train.dpo"), REFUSED),
     **dict.fromkeys(("train.early_stop", "checkpoint.best"), REFUSED),
-    "train.optimizer.name": "there is one, AdamW",
+    "train.optimizer.name": "there is one, AdamW, and another is refused",
+    **dict.fromkeys((f"train.optimizer.{key}" for key in ("decoupled", "muon", "groups")), REFUSED),
+    **dict.fromkeys(("train.spikes", "train.ema"), REFUSED),
     "plugins": "they extend the stages that run before and after the engine",
     **dict.fromkeys(("train.optimizer.options", "train.loss.name", "train.loss.options", "observe.exporters"), REFUSED),
     "budgets": "where the engine has a limit it stands for several of them, and is rendered as the longest",
@@ -210,6 +212,23 @@ def unhonoured_problems(recipe: Recipe, engine: str) -> Iterator[Problem]:
     absent: tuple[tuple[bool, KeyPath, str], ...] = (
         (train.mode == "dpo", ("train", "mode"), "is not rendered for pairs of answers (dpo)"),
         (train.early_stop is not None, ("train", "early_stop"), "does not end a run by its validation loss"),
+        (
+            train.optimizer.name == "muon",
+            ("train", "optimizer", "name"),
+            "is rendered with AdamW: its Muon takes gate and up as one matrix, or it has none",
+        ),
+        (
+            train.optimizer.decoupled,
+            ("train", "optimizer", "decoupled"),
+            "multiplies the weight decay by the learning rate",
+        ),
+        (
+            train.optimizer.groups is not None,
+            ("train", "optimizer", "groups"),
+            "is rendered with one group of tensors that decay and one of those that do not",
+        ),
+        (train.spikes is not None, ("train", "spikes"), "does not skip spikes"),
+        (train.ema is not None, ("train", "ema"), "does not average weights"),
         (recipe.checkpoint.best is not None, ("checkpoint", "best"), "does not keep the best checkpoint apart"),
         (recipe.model.added_tokens is not None, ("model", "added_tokens"), "does not add tokens to a model"),
         *(

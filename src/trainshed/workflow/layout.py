@@ -43,7 +43,7 @@ from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import StoreOptions, join, open_store, parse
 from trainshed.workflow.prepare import PreparedRun, store_options
-from trainshed.workflow.runnable import check_adapters, check_loss, check_ranks
+from trainshed.workflow.runnable import check_adapters, check_groups, check_loss, check_ranks
 
 
 def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
@@ -425,6 +425,7 @@ def planned_layout(
     check_ranks(recipe, chosen.layout.world_size)
     check_loss(recipe, chosen.layout)
     check_adapters(recipe, model.config, chosen.layout)
+    check_groups(recipe, model.config)
     for warning in layout_warnings(chosen.layout, model.config, **asked):
         reporter.warn(warning)
     return chosen

@@ -74,7 +74,7 @@ class MatrixRankOptimizer:
         # Without a gradient there is still the momentum; all ranks of the stage take part in the exchange.
         gradient = torch.zeros_like(shard.local_tensor) if shard.gradient is None else shard.gradient
         box = self._box(matrix, gradient)
-        prepared = self.rule.prepare(box / scale.to(box.dtype), state, self.updates).clone()
+        prepared = self.rule.prepare(box / scale.to(box.dtype), state, self.updates).to(self.exchange.dtype, copy=True)
         for name, tensor in state.items():
             tensor.copy_(torch.where(skipped, before[name], tensor))
         return prepared

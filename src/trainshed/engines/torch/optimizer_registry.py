@@ -48,8 +48,8 @@ class ElementwiseOptimizer(ABC):
 
     A subclass names its state and updates one tensor. The engine does the rest on every layout: it sums and clips the
     gradients (`clip`), shrinks matrices by `lr · weight_decay`, treats tensors apart (`groups`), skips steps that are
-    not finite, and saves and loads the state. A rank calls `update` with its shard of a tensor, which may be any box of it. What `update` does must not
-    depend on the shape, and must not read a value on the host.
+    not finite, and saves and loads the state. A rank calls `update` with its shard of a tensor, which may be any box of
+    it. What `update` does must not depend on the shape, and must not read a value on the host.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
