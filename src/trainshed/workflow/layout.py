@@ -37,6 +37,7 @@ from trainshed.plan.performance.engine_constants import EngineOptions
 from trainshed.plan.planner import Plan, PlannedModel, build_request, make_plan
 from trainshed.plan.training_shape import Hardware, hardware_of
 from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, Source, load_cluster
+from trainshed.recipe.optimizer import MuonOptions
 from trainshed.recipe.registered import registered_class
 from trainshed.recipe.validation import recipe_error, validate
 from trainshed.recipe.yaml_io import SourceMap, YamlDocument
@@ -77,7 +78,14 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
     documents = PlannedDocuments.of(recipe, cluster, length)
     if documents.note is not None:
         notes.append(documents.note)
-    usual = EngineOptions(bf16_states=train.optimizer.states == "bf16")
+    muon = (train.optimizer.muon or MuonOptions()) if train.optimizer.name == "muon" else None
+    usual = EngineOptions(
+        bf16_states=train.optimizer.states == "bf16",
+        muon_steps=0 if muon is None else muon.ns_steps,
+        averaged=train.ema is not None,
+    )
+    if muon is not None:
+        notes.append("Muon's update is predicted from its FLOPs and bytes: it was never measured")
     options, counted = apply_performance_args(recipe.engine.args, usual)
     if counted:
         notes.append(f"counted of engine.args: {', '.join(counted)}")

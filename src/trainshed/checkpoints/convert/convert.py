@@ -82,8 +82,8 @@ def convert_weights(
 
     `tokenizer` is a folder whose tokenizer replaces the source's own, `chat_template` the text of a template that
     replaces that of the tokenizer, `end_tokens` what ends an answer by it; `vocab_size` and `averaged` are as for
-    `open_weights`. A target in a bucket is first written to the local disk, below `scratch`, and each file is uploaded when it is
-    complete. A verdict that failed is stored and returned like one that passed: the caller decides.
+    `open_weights`. A target in a bucket is first written to the local disk, below `scratch`, and each file is uploaded
+    when it is complete. A verdict that failed is stored and returned like one that passed: the caller decides.
     """
     if workers < 1:
         raise InputError(f"{workers} workers", hint="write at least 1")

@@ -7,7 +7,9 @@ goes through the same kernels and collectives, and keeps what there was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -69,15 +71,24 @@ class MatrixRankOptimizer:
     def _prepare(self, matrix: WholeMatrix, scale: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
         """Change the state of this rank's box of a matrix and return what is sent of it."""
         shard = self.matrices[matrix.number]
-        state = {name: self._box(matrix, tensor) for name, tensor in self.state[matrix.number].items()}
-        before = {name: tensor.clone() for name, tensor in state.items()}
         # Without a gradient there is still the momentum; all ranks of the stage take part in the exchange.
         gradient = torch.zeros_like(shard.local_tensor) if shard.gradient is None else shard.gradient
         box = self._box(matrix, gradient)
-        prepared = self.rule.prepare(box / scale.to(box.dtype), state, self.updates).to(self.exchange.dtype, copy=True)
-        for name, tensor in state.items():
-            tensor.copy_(torch.where(skipped, before[name], tensor))
-        return prepared
+        state = {name: self._box(matrix, tensor) for name, tensor in self.state[matrix.number].items()}
+        prepare = _compiled(_prepare_box) if box.is_cuda else _prepare_box
+        return prepare(self.rule, box, state, self.updates, scale.to(box.dtype), skipped, self.exchange.dtype)
+
+    def _apply(
+        self, matrix: WholeMatrix, box: MatrixBox, direction: torch.Tensor, lr: float, skipped: torch.Tensor
+    ) -> None:
+        """Update this rank's box of a matrix."""
+        weight = self._box(matrix, self.matrices[matrix.number].local_tensor)
+        options, row_scale = self._options[matrix.number], self._row_scales[matrix.number]
+        scale = row_scale[box.row : box.row + box.rows] if row_scale.dim() else row_scale
+        # As a tensor, so that nothing is compiled again when the learning rate changes.
+        rate = torch.tensor(lr * options.lr_scale, dtype=weight.dtype)
+        apply = _compiled(_apply_direction) if weight.is_cuda else _apply_direction
+        apply(weight, direction, rate, scale, options.weight_decay, skipped)
 
     def _directions(self, whole: Mapping[WholeMatrix, torch.Tensor]) -> dict[WholeMatrix, torch.Tensor]:
         """Compute whole matrices, those of one shape together."""
@@ -93,27 +104,17 @@ class MatrixRankOptimizer:
                 target.copy_(direction.view(target.shape))
         return directions
 
-    def _apply(
-        self, matrix: WholeMatrix, box: MatrixBox, direction: torch.Tensor, lr: float, skipped: torch.Tensor
-    ) -> None:
-        weight = self._box(matrix, self.matrices[matrix.number].local_tensor)
-        options, row_scale = self._options[matrix.number], self._row_scales[matrix.number]
-        scale = row_scale if isinstance(row_scale, float) else row_scale[box.row : box.row + box.rows]
-        rate = lr * options.lr_scale
-        updated = weight * (1 - rate * options.weight_decay) - (rate * scale) * direction.to(weight.dtype)
-        weight.copy_(torch.where(skipped, weight, updated))
-
     def _box(self, matrix: WholeMatrix, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's box of a matrix, of a tensor in the shape of its shard."""
         shard = self.matrices[matrix.number]
         return tensor[matrix.expert - shard.offset[0]] if shard.parameter.expert else tensor
 
-    def _row_scale(self, number: int) -> float | torch.Tensor:
-        """Return the factor of the learning rate of a matrix: one, or [rows, 1] where the matrices in it differ."""
+    def _row_scale(self, number: int) -> torch.Tensor:
+        """Return the factor of a matrix's learning rate: a scalar, or [rows, 1] where the matrices in it differ."""
         shard, shapes = self.matrices[number], self._shapes[number]
         factors = [self.rule.lr_scale(*shape) for shape in shapes]
         if len(set(factors)) == 1:
-            return factors[0]
+            return torch.tensor(factors[0], dtype=shard.local_tensor.dtype)
         scale = shard.local_tensor.new_empty(shard.parameter.shape[-2], 1)
         for part, factor in zip(self._parts[number], factors, strict=True):
             _rows_of(scale, part).fill_(factor)
@@ -134,6 +135,41 @@ class MatrixRankOptimizer:
                     f"optimizer.{name}.{shard.name}",
                     TensorShard(shard.parameter.shape, shard.offset, tensor, shard.owner),
                 )
+
+
+def _prepare_box(
+    rule: MatrixOptimizer,
+    gradient: torch.Tensor,
+    state: Mapping[str, torch.Tensor],
+    updates: torch.Tensor,
+    scale: torch.Tensor,
+    skipped: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Prepare one box; its state stays as it is if the step is skipped."""
+    new_state = {name: tensor.clone() for name, tensor in state.items()}
+    prepared = rule.prepare(gradient / scale, new_state, updates).to(dtype, copy=True)
+    for name, tensor in state.items():
+        tensor.copy_(torch.where(skipped, tensor, new_state[name]))
+    return prepared
+
+
+def _apply_direction(
+    weight: torch.Tensor,
+    direction: torch.Tensor,
+    rate: torch.Tensor,
+    scale: torch.Tensor,
+    weight_decay: float,
+    skipped: torch.Tensor,
+) -> None:
+    updated = weight * (1 - rate * weight_decay) - rate * scale * direction.to(weight.dtype)
+    weight.copy_(torch.where(skipped, weight, updated))
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile on first use, for a GPU: one pass over memory in place of ten."""
+    return torch.compile(function, dynamic=True)
 
 
 def _rows_of(matrix: torch.Tensor, part: MatrixRows) -> torch.Tensor:
