@@ -16,7 +16,8 @@ from trainshed.models.parameter_groups import group_problems
 from trainshed.models.parameters import parameters
 from trainshed.recipe.optimizer import Optimizer, ParameterGroup
 
-GROUPS = "[{match: embedding.*, freeze: true}, {match: '*norm.weight', weight_decay: 0.2}, {match: '*.mlp.*', lr_scale: 0.3}]"
+_MORE = "{match: '*norm.weight', weight_decay: 0.2}, {match: '*.mlp.*', lr_scale: 0.3}"
+GROUPS = f"[{{match: embedding.*, freeze: true}}, {_MORE}]"
 OPTIMIZER = f"train.optimizer={{lr: 3.0e-3, groups: {GROUPS}}}"
 WITH_MUON = f"train.optimizer={{name: muon, lr: 3.0e-3, groups: {GROUPS}}}"
 GOOD = torch.zeros((), dtype=torch.float64)

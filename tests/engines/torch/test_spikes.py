@@ -16,7 +16,7 @@ from support.runs.small_runs import SmallRuns, difference, events, figures, stat
 from trainshed.engines.torch.spikes import SpikeDetector
 from trainshed.recipe.optimizer import Spikes
 
-SPIKES = "train.spikes={sigma: 1.2, window: 4, max_in_a_row: 3}"
+SPIKES = "train.spikes={sigma: 1.2, window: 4, max_in_a_row: 20}"
 """So narrow that steps of a quiet run are skipped."""
 ZERO = torch.zeros((), dtype=torch.float64)
 
