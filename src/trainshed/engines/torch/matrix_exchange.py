@@ -53,7 +53,7 @@ class WholeMatrix:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class BoxTransfer:
     """One box of a matrix on its way from one rank of the stage to another."""
 
     matrix: WholeMatrix
@@ -71,8 +71,8 @@ class ExchangeRound:
 
     computed: tuple[WholeMatrix, ...]
     held: tuple[tuple[WholeMatrix, MatrixBox], ...]
-    gathered: tuple[Transfer, ...]
-    shared_out: tuple[Transfer, ...]
+    gathered: tuple[BoxTransfer, ...]
+    shared_out: tuple[BoxTransfer, ...]
     is_local: bool
 
 
@@ -120,14 +120,14 @@ class MatrixExchange:
     ) -> dict[WholeMatrix, torch.Tensor]:
         """Send every rank its boxes of the matrices that this rank has computed; return the boxes of this rank."""
 
-        def computed_box(transfer: Transfer) -> torch.Tensor:
+        def computed_box(transfer: BoxTransfer) -> torch.Tensor:
             return _view_of_box(whole[transfer.matrix], transfer.box)
 
         return {transfer.matrix: box for transfer, box in self._exchange(plan, plan.shared_out, computed_box)}
 
     def _exchange(
-        self, plan: ExchangeRound, transfers: Iterable[Transfer], box_of: Callable[[Transfer], torch.Tensor]
-    ) -> Iterator[tuple[Transfer, torch.Tensor]]:
+        self, plan: ExchangeRound, transfers: Iterable[BoxTransfer], box_of: Callable[[BoxTransfer], torch.Tensor]
+    ) -> Iterator[tuple[BoxTransfer, torch.Tensor]]:
         """Carry out transfers; yield those that reach this rank, each with its box."""
         rank, size = self.group.rank, self.group.size
         sent = [transfer for transfer in transfers if transfer.source == rank]
@@ -224,8 +224,8 @@ def plan_rounds(computing: Mapping[WholeMatrix, int]) -> Iterator[dict[WholeMatr
 def _exchange_round(rank: int, holders: Holders, matrices: Mapping[WholeMatrix, int]) -> ExchangeRound:
     """Return the part of one round that concerns a rank."""
     held: list[tuple[WholeMatrix, MatrixBox]] = []
-    gathered: list[Transfer] = []
-    shared_out: list[Transfer] = []
+    gathered: list[BoxTransfer] = []
+    shared_out: list[BoxTransfer] = []
     is_local = True
     for matrix, computing in matrices.items():
         for box, ranks in holders[matrix].items():
@@ -235,8 +235,10 @@ def _exchange_round(rank: int, holders: Holders, matrices: Mapping[WholeMatrix, 
             if rank in ranks:
                 held.append((matrix, box))
             if rank in (source, computing):
-                gathered.append(Transfer(matrix, box, source, computing))
-            shared_out += [Transfer(matrix, box, computing, holder) for holder in ranks if rank in (computing, holder)]
+                gathered.append(BoxTransfer(matrix, box, source, computing))
+            shared_out += [
+                BoxTransfer(matrix, box, computing, holder) for holder in ranks if rank in (computing, holder)
+            ]
     computed = tuple(matrix for matrix, computing in matrices.items() if computing == rank)
     return ExchangeRound(computed, tuple(held), tuple(gathered), tuple(shared_out), is_local)
 

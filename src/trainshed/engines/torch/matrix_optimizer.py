@@ -39,6 +39,8 @@ class MatrixRankOptimizer:
         self.matrices = [shard for shard in shards if is_layer_matrix(shard.parameter)]
         device = model.mesh.device
         self.adamw = AdamW([shard for shard in shards if not is_layer_matrix(shard.parameter)], options, device)
+        self.updates = self.adamw.updates
+        """Updates made so far, counted in place; a skipped step does not count."""
         self.state = [
             {name: torch.zeros_like(shard.local_tensor) for name in rule.state_names} for shard in self.matrices
         ]
@@ -48,11 +50,6 @@ class MatrixRankOptimizer:
         self._options = [parameter_options(shard.parameter, options) for shard in self.matrices]
         self._row_scales = [self._row_scale(number) for number in range(len(self.matrices))]
         self.exchange = MatrixExchange(self.matrices, stage_group(model.mesh), device, model.dtype, self._cost)
-
-    @property
-    def updates(self) -> torch.Tensor:
-        """Updates made so far; a skipped step does not count."""
-        return self.adamw.updates
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor, skip: torch.Tensor) -> None:
