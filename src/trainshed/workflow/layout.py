@@ -86,6 +86,8 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
     )
     if muon is not None:
         notes.append("Muon's update is predicted from its FLOPs and bytes: it was never measured")
+    if any(group.freeze for group in train.optimizer.groups or ()):
+        notes.append("frozen tensors are planned as trained ones: their gradients are computed, their states are not")
     options, counted = apply_performance_args(recipe.engine.args, usual)
     if counted:
         notes.append(f"counted of engine.args: {', '.join(counted)}")
