@@ -116,7 +116,7 @@ def test_a_layout_is_checked_with_muon_groups_spikes_and_averages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = write_recipe(tmp_path, layout="{tp: 2, dp: 1}")
-    code, report, said = checked(capsys, recipe, *MUON_KEYS, "--steps", "4")
+    code, report, said = checked(capsys, recipe, "data.sequence_length=1024", *MUON_KEYS, "--steps", "2")
     assert code == 0, said
     assert report["verdict"] == "equal"
     assert report["resumed"]["equal"]
@@ -126,7 +126,7 @@ def test_a_group_that_names_nothing_is_refused_before_a_check_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = "train.optimizer.groups=[{match: layers.*.atention.*, freeze: true}]"
-    code, _, said = checked(capsys, write_recipe(tmp_path), keys)
+    code, _, said = checked(capsys, write_recipe(tmp_path), "data.sequence_length=1024", keys)
     assert code == 2
     assert "no tensor is called `layers.*.atention.*`" in said
     assert "near it: layers.*.attention." in said
