@@ -49,7 +49,7 @@ from trainshed.checkpoints.native.tables import (
 )
 from trainshed.engines.torch.batch_loader import LocalBatch
 from trainshed.engines.torch.model import build_model
-from trainshed.engines.torch.optimizer_registry import optimizer_class
+from trainshed.engines.torch.optimizer_registry import build_rank_optimizer
 from trainshed.engines.torch.parallel import build_mesh
 from trainshed.engines.torch.state import state_tensors
 from trainshed.engines.torch.step import StepRunner
@@ -90,7 +90,7 @@ def start_up(config: ModelConfig, ranks: int, rank: int) -> dict[str, Any]:
         regularization=Regularization(),
     )
     model_seconds = time.process_time() - began - groups_seconds
-    optimizer = optimizer_class(ADAMW)(model.shards, ADAMW, torch.device("meta"))
+    optimizer = build_rank_optimizer(model, ADAMW)
     plan = make_save_plan(state_tensors(model, optimizer), ITEM_BYTES)
     seconds = time.process_time() - began
     return {
@@ -132,7 +132,7 @@ def host_syncs(config: ModelConfig, ranks: int, rank: int) -> dict[str, int]:
     model = build_model(narrow, mesh, sequence_length=16, precision="fp32", regularization=Regularization())
     for shard in model.shards:
         shard.local_tensor.zero_()
-    runner = StepRunner(model, optimizer_class(ADAMW)(model.shards, ADAMW, mesh.device))
+    runner = StepRunner(model, build_rank_optimizer(model, ADAMW))
     rows = 2
     tokens = torch.zeros(rows, 16, dtype=torch.int64)
     batch = LocalBatch(rows, tokens, tokens)

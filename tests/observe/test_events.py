@@ -98,7 +98,7 @@ def test_what_is_not_in_the_schema_is_refused(store: LocalStore) -> None:
     assert list(read_events(store, RUN)) == []
     assert " ".join(EVENT_KINDS) == (
         "start stage phase step train_phase ranks devices alarm profile validation answers early_stop checkpoint "
-        "resume probe non_finite signal stall failure preflight note warning end"
+        "resume probe non_finite spike signal stall failure preflight note warning end"
     )
 
 

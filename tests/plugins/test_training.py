@@ -57,13 +57,27 @@ def test_the_state_of_a_registered_optimizer_is_saved_and_goes_on_elsewhere(
     assert difference(straight, train(rank_pool, other, file, "tp=2,micro_batch=2", *SGD), "loss") < 1e-9
 
 
+SPECTRAL = ("train.optimizer={name: spectral, lr: 0.01, options: {momentum: 0.8}}", "train.steps=8")
+
+
+def test_a_registered_optimizer_gets_whole_matrices_on_every_layout(rank_pool: RankPool, tmp_path: Path) -> None:
+    file = write_plugged(tmp_path, "spectral_optimizer")
+    alone = train(rank_pool, tmp_path / "alone", file, "micro_batch=2", *SPECTRAL)
+    spread = train(rank_pool, tmp_path / "spread", file, "tp=2,dp=2,shard=full,micro_batch=2", *SPECTRAL)
+    assert difference(alone, spread, "loss") < 1e-9
+    assert difference(alone, spread, "grad_norm") < 1e-9
+    names = state(tmp_path / "spread", 8)
+    assert "optimizer.momentum.layers.0.mlp.gate_up.weight" in names
+    assert "optimizer.exp_avg.embedding.weight" in names
+
+
 @pytest.mark.parametrize(
     ("keys", "what"),
     [
         ("{name: sgd, lr: 0.1, betas: [0.5, 0.5]}", "the optimizer sgd does not read it"),
         ("{name: sgd, lr: 0.1, states: bf16}", "the optimizer sgd of a plugin keeps its states as its weights are"),
         ("{name: sgd, lr: 0.1, options: {momentun: 0.5}}", "unexpected keyword argument 'momentun'"),
-        ("{name: sgb, lr: 0.1}", "`sgb` is not one of adamw, sgd"),
+        ("{name: sgb, lr: 0.1}", "`sgb` is not one of adamw, muon, sgd"),
         ("{name: adamw, lr: 0.1, options: {momentum: 0.5}}", "adamw has none"),
     ],
 )

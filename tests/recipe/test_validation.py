@@ -50,7 +50,7 @@ from trainshed.recipe import parse_recipe
         ("train.precision=int4", "`int4` is not one of fp64, fp32, bf16, fp16, fp8", None),
         ("train.precision=16", "16 is not one of fp64, fp32, bf16, fp16, fp8", "did you mean fp16?"),
         ("checkpoint.resume=null", "nothing is not one of auto, must, fresh", None),
-        ("train.optimizer.name=lion", "`lion` is not known", "this version knows adamw"),
+        ("train.optimizer.name=lion", "`lion` is not one of adamw, muon", None),
         ("engine=torhc", "`torhc` is not one of torch, megatron, nemo, torchtune", "did you mean torch?"),
         ("layout=atuo", "`atuo` is not known", "this version knows auto"),
         # counts

@@ -133,6 +133,10 @@ SERVED = "export={} serve={}"
 SERVED_BY_VLLM = "export={} serve={engine: vllm, image: 'vllm@sha256:0'}"
 CHAT = f"{BASE} train.mode=finetune"
 LORA = f"{CHAT} layout.tp=1 train.lora={{rank: 4, alpha: 8}}"
+MUON = "train.optimizer.name=muon train.optimizer.muon={}"
+GROUPS = "train.optimizer.groups=[{match: embedding.*, lr_scale: 0.5}]"
+SPIKES = "train.spikes={}"
+EMA = "train.ema={decay: 0.9}"
 PAIRS = f"{BASE} train.mode=dpo train.dpo={{}}"
 PHASED = "train={global_batch: 64, optimizer: {lr: 1.0e-4}, phases: [{steps: 90}, {steps: 10}]}"
 PHASED_CHAT = f"{BASE} train={{mode: finetune, global_batch: 64, optimizer: {{lr: 1.0e-4}}, phases: [{{steps: 90}}]}}"
@@ -287,6 +291,21 @@ CHANGES = {
     "train.optimizer.weight_decay": Change("train.optimizer.weight_decay=0.3"),
     "train.optimizer.clip": Change("train.optimizer.clip=0.5"),
     "train.optimizer.states": Change("train.optimizer.states=bf16", "train.optimizer.states=fp32"),
+    "train.optimizer.decoupled": Change("train.optimizer.decoupled=true"),
+    "train.optimizer.muon.momentum": Change("train.optimizer.muon.momentum=0.9", MUON),
+    "train.optimizer.muon.nesterov": Change("train.optimizer.muon.nesterov=false", MUON),
+    "train.optimizer.muon.ns_steps": Change("train.optimizer.muon.ns_steps=4", MUON),
+    "train.optimizer.muon.adjust_lr": Change("train.optimizer.muon.adjust_lr=original", MUON),
+    "train.optimizer.groups.*.match": Change("train.optimizer.groups=[{match: head.*, lr_scale: 0.5}]", GROUPS),
+    "train.optimizer.groups.*.lr_scale": Change("train.optimizer.groups.0.lr_scale=0.1", GROUPS),
+    "train.optimizer.groups.*.weight_decay": Change("train.optimizer.groups.0.weight_decay=0.2", GROUPS),
+    "train.optimizer.groups.*.freeze": Change("train.optimizer.groups=[{match: embedding.*, freeze: true}]", GROUPS),
+    "train.spikes.sigma": Change("train.spikes.sigma=3", SPIKES),
+    "train.spikes.window": Change("train.spikes.window=3", SPIKES),
+    "train.spikes.max_in_a_row": Change("train.spikes.max_in_a_row=3", SPIKES),
+    "train.ema.decay": Change("train.ema.decay=0.5", EMA),
+    "train.ema.validation": Change("train.ema.validation=true", EMA),
+    "export.weights": Change("export.weights=ema", f"{EMA} export={{}}"),
     "train.schedule.name": Change("train.schedule.name=linear"),
     "train.schedule.warmup": Change("train.schedule.warmup=5"),
     "train.schedule.decay": Change("train.schedule.decay=60"),
@@ -508,6 +527,12 @@ OBSERVED = (
     "trackio: {project: p}}",
     "export=null",
 )
+BY_MUON = (
+    "name=by-muon",
+    "train.optimizer={name: muon, lr: 1.0e-3, muon: {}, groups: [{match: embedding.*, lr_scale: 0.5}]}",
+    "train.spikes={sigma: 0.01, window: 2}",
+    "train.ema={decay: 0.9}",
+)
 FROM_TEXT = (
     "name=text",
     "train={tokens: 384, global_batch: 4, precision: fp32, optimizer: {lr: 1.0e-3}}",
@@ -569,7 +594,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
         patch.chdir(folder)
         tracer.install(patch)
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
-        for overrides in ((), WITH_EXPERTS, OBSERVED, FROM_TEXT, WITH_PLUGINS, IN_PHASES):
+        for overrides in ((), WITH_EXPERTS, OBSERVED, FROM_TEXT, WITH_PLUGINS, IN_PHASES, BY_MUON):
             _traced_run(overrides, tracer, stages)
         exported = next(Path("store/runs/text").glob("*/export")).absolute()
         for overrides in _fine_tuned(exported):

@@ -104,6 +104,34 @@ def test_experts_spread_over_ranks_train_as_on_one_process(tmp_path: Path, capsy
     assert report["resumed"]["equal"]
 
 
+MUON_KEYS = (
+    "train.optimizer={name: muon, lr: 1.0e-3, groups: [{match: embedding.*, lr_scale: 0.5}, {match: layers.3.*, "
+    "freeze: true}]}",
+    "train.spikes={window: 2, sigma: 50}",
+    "train.ema={decay: 0.9}",
+)
+
+
+def test_a_layout_is_checked_with_muon_groups_spikes_and_averages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path, layout="{tp: 2, dp: 1}")
+    code, report, said = checked(capsys, recipe, "data.sequence_length=1024", *MUON_KEYS, "--steps", "2")
+    assert code == 0, said
+    assert report["verdict"] == "equal"
+    assert report["resumed"]["equal"]
+
+
+def test_a_group_that_names_nothing_is_refused_before_a_check_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = "train.optimizer.groups=[{match: layers.*.atention.*, freeze: true}]"
+    code, _, said = checked(capsys, write_recipe(tmp_path), "data.sequence_length=1024", keys)
+    assert code == 2
+    assert "no tensor is called `layers.*.atention.*`" in said
+    assert "near it: layers.*.attention." in said
+
+
 @pytest.mark.full
 def test_the_layout_that_the_planner_chooses_can_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
     code, report, said = checked(capsys, QUICKSTART, "layout=auto", "--steps", "2")

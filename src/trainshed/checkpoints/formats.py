@@ -146,19 +146,23 @@ def open_weights(
     *,
     config: ModelConfig | None = None,
     vocab_size: int | None = None,
+    averaged: bool = False,
     options: StoreOptions | None = None,
     reporter: Reporter = SILENT,
 ) -> Weights:
     """Open weights in any format; with `config` they are checked against that architecture instead of their own.
 
-    `vocab_size` is the true one, for Megatron's checkpoints whose args do not hold it. Our own checkpoints are read
+    `vocab_size` is the true one, for Megatron's checkpoints whose args do not hold it. `averaged` asks for the averages
+    (EMA) that a run of ours has saved beside its weights. Our own checkpoints are read
     from any store, the other formats from a disk.
     """
     format = detect_format(address, options)
     if vocab_size is not None and not format.startswith("megatron"):
         raise InputError(f"weights in {format} say their vocabulary themselves", hint="leave --vocab-size out")
+    if averaged and format != "native":
+        raise InputError(f"weights in {format} have no averages beside them", where=str(address))
     if format == "native":
-        from trainshed.checkpoints.native.weights import NativeWeights
+        from trainshed.checkpoints.native.weights import EMA_PREFIX, MODEL_PREFIX, NativeWeights
 
         store, path = open_store(str(address), options)
         checkpoint = find_checkpoint(store, path, reporter)
@@ -166,7 +170,7 @@ def open_weights(
             from trainshed.checkpoints.lora.adapted_weights import open_adapted_checkpoint
 
             return open_adapted_checkpoint(store, checkpoint, config)
-        return NativeWeights(store, checkpoint.path, config)
+        return NativeWeights(store, checkpoint.path, config, prefix=EMA_PREFIX if averaged else MODEL_PREFIX)
     folder = local_folder(address)
     if format == "hf":
         return HfWeights(folder, config)

@@ -212,7 +212,7 @@ class _ProgressLines:
         text = self.words.format(event)
         if text is None:
             return
-        if event["kind"] in ("warning", "non_finite", "stall", "alarm"):
+        if event["kind"] in ("warning", "non_finite", "spike", "stall", "alarm"):
             self.shown.warn(text)
         else:
             self.shown.note(text)

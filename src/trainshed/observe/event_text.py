@@ -55,6 +55,8 @@ class EventFormatter:
             return f"stopped early after step {event['step']}: {event['reason']}"
         if kind == "non_finite":
             return f"step {event['step'] + 1}: {event['what']}; {_POLICIES[event['policy']]}"
+        if kind == "spike":
+            return f"step {event['step'] + 1} is a spike and was skipped: {event['what']}"
         if kind == "checkpoint" and event["phase"] == "best":
             return f"step {event['step']} is the best so far, with a validation loss of {event['loss']:.4f}"
         if kind == "checkpoint" and event["phase"] in ("committed", "failed"):

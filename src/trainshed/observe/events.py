@@ -308,6 +308,17 @@ class NonFiniteEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpikeEvent(Event):
+    """A step that was skipped because its loss or gradient norm is far above those of the last steps."""
+
+    kind = "spike"
+    needs_step = True
+    what: str
+    in_a_row: int
+    """How many steps in a row were skipped for this, this one included."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SignalEvent(Event):
     """A signal has asked the run to stop."""
 

@@ -191,7 +191,7 @@ class LiveView:
             self._validations.append((event["step"], event["loss"]))
         elif kind == "checkpoint":
             self._add_checkpoint(event)
-        if (kind == "alarm" or kind == "non_finite") and event.get("step") is not None:
+        if kind in ("alarm", "non_finite", "spike") and event.get("step") is not None:
             self._alarm_steps.add(event["step"])
         return describe(event, self._formatter)
 

@@ -128,6 +128,8 @@ class RunMessages:
                 yield self.message(
                     "alarm", f"step {event['step'] + 1:,} was not finite and is skipped: {event['what']}"
                 )
+            case "spike":
+                yield self.message("alarm", f"step {event['step'] + 1:,} is a spike and is skipped: {event['what']}")
             case "alarm":
                 is_slow = event["name"] == "low_goodput"
                 yield self.message("low_goodput" if is_slow else "alarm", f"{event['name']}: {event['what']}")

@@ -131,6 +131,16 @@ def adapter_flops(config: ModelConfig, lora: Lora) -> int:
     return 2 * used
 
 
+def newton_schulz_flops(rows: int, columns: int, *, steps: int) -> int:
+    """Return the FLOPs of Muon's iterations on one matrix.
+
+    With m the smaller side and n the larger, an iteration multiplies X·Xᵀ (2·m²·n), its square (2·m³), and with X again
+    (2·m²·n).
+    """
+    small, large = sorted((rows, columns))
+    return steps * (4 * small * small * large + 2 * small**3)
+
+
 def matmul_flops(config: ModelConfig) -> int:
     """Return the forward FLOPs of one token in matmuls with weights."""
     return token_flops(config, 1).matmul

@@ -24,6 +24,7 @@ from trainshed.recipe.model import (
     TokenizerTraining,
     TrainedTokenizer,
 )
+from trainshed.recipe.optimizer import Optimizer
 from trainshed.recipe.overrides import split_overrides
 from trainshed.recipe.schema import (
     Checkpoint,
@@ -37,7 +38,7 @@ from trainshed.recipe.schema import (
 )
 from trainshed.recipe.schema_export import cluster_json_schema, recipe_json_schema
 from trainshed.recipe.serving import Export, Serve
-from trainshed.recipe.train import BatchRamp, Lora, MoeLosses, Optimizer, Schedule, TrainSection
+from trainshed.recipe.train import BatchRamp, Lora, MoeLosses, Schedule, TrainSection
 
 __all__ = [
     "BatchRamp",

@@ -437,7 +437,9 @@ class Recipe(Section):
             yield Problem(("model", "from"), "is missing: adapters need weights to sit on", "from: hf://org/name")
 
     def _export_problems(self, export: Export) -> Iterator[Problem]:
-        """What becomes of adapters: a folder of PEFT's, or merged weights in any format."""
+        """What becomes of adapters: a folder of PEFT's, or merged weights in any format; and averages that exist."""
+        if export.weights == "ema" and self.train.ema is None:
+            yield Problem(("export", "weights"), "the run averages no weights", "write `train.ema`, or delete it")
         if self.train.lora is None:
             if export.merge is not None:
                 yield Problem(("export", "merge"), "there is nothing to merge: no adapters are trained", "delete it")

@@ -28,6 +28,9 @@ class Export(Section):
     merge: bool | None = Field(
         None, description="Of a run with `train.lora`: export the base with the adapters merged into it"
     )
+    weights: Literal["trained", "ema"] = Field(
+        "trained", description="The weights as trained, or those that `train.ema` has averaged"
+    )
     to: StoreAddress | None = Field(None, description="Where they go; left out: `export` in the run's folder")
 
 

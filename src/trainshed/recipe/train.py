@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from trainshed.recipe.model import ModelConfig
+from trainshed.recipe.optimizer import Ema, Optimizer, Spikes
 from trainshed.recipe.phases import TrainPhase, phase_problems
 from trainshed.recipe.registered import (
     EngineArgument,
@@ -50,40 +51,6 @@ class BatchRamp(Section):
     start: PositiveInt = Field(description="Global batch of the first step", examples=[32])
     increment: PositiveInt = Field(description="Sequences added each time", examples=[32])
     samples: Count = Field(description="Samples over which the batch grows to `global_batch`", examples=[1000000])
-
-
-class Optimizer(Section):
-    """What turns gradients into updates."""
-
-    name: Annotated[str, choice_or_registered("optimizer", Literal["adamw"])] = Field(
-        "adamw", description="The optimiser: ours, or one that a plugin registers"
-    )
-    lr: PositiveFloat = Field(description="Peak learning rate", examples=[3e-4])
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field((0.9, 0.95), description="Adam's averages")
-    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
-    weight_decay: NotNegativeFloat = Field(0.1, description="Decay of matrices (not of norms and biases)")
-    clip: PositiveFloat | None = Field(1.0, description="Largest gradient norm; null: no clipping")
-    states: Literal["fp32", "bf16"] | None = Field(
-        None, description="Precision of Adam's averages; left out: fp32; bf16 halves their memory"
-    )
-    options: dict[str, EngineArgument] | None = Field(
-        None, description="Options of an optimiser that a plugin registers", examples=[{"momentum": 0.9}]
-    )
-
-    def problems(self) -> Iterator[Problem]:
-        """A registered optimiser says which keys it reads."""
-        registered = registered_class("optimizer", self.name)
-        if self.options is not None and self.name == "adamw":
-            yield Problem(("options",), "adamw has none: its keys stand beside it", "delete it")
-        yield from option_problems("optimizer", self.name, self.options or {}, ("options",), positional=1)
-        for key in ("betas", "eps") if registered is not None else ():
-            usual = type(self).model_fields[key].default
-            if getattr(self, key) != usual and key not in getattr(registered, "reads", ()):
-                yield Problem((key,), f"the optimizer {self.name} does not read it", "delete it")
-        if self.states is not None and registered is not None:
-            yield Problem(
-                ("states",), f"the optimizer {self.name} of a plugin keeps its states as its weights are", "delete it"
-            )
 
 
 class TrainingLoss(Section):
@@ -259,6 +226,8 @@ class TrainSection(Section):
     non_finite: Literal["stop", "skip"] = Field(
         "stop", description="At a non-finite loss or gradient: stop, or skip the step"
     )
+    spikes: Spikes | None = Field(None, description="Skip steps whose loss or gradient norm is far above the last ones")
+    ema: Ema | None = Field(None, description="Average the weights over the steps; left out: no average")
     deterministic: bool = Field(False, description="Bitwise repeatable on GPUs, at a cost")
     lora: Lora | None = Field(None, description="Train adapters only; needs `model.from`")
     dpo: Dpo | None = Field(None, description="The loss of `mode: dpo`")
@@ -305,6 +274,14 @@ class TrainSection(Section):
             )
         if self.z_loss and registered_class("loss", self.loss.name if self.loss is not None else None) is not None:
             yield Problem(("z_loss",), "a registered loss has its own terms", "delete it, or `loss`")
+        if self.lora is not None and self.optimizer.name == "muon":
+            yield Problem(
+                ("optimizer", "name"),
+                "muon makes the update of a whole matrix orthogonal, and adapters are the two factors of one",
+                "write `name: adamw`, or delete `lora`",
+            )
+        if self.lora is not None and self.ema is not None:
+            yield Problem(("ema",), "whole weights are averaged, and `lora` trains adapters", "delete it, or `lora`")
         if self.schedule.min_lr > self.optimizer.lr:
             yield Problem(
                 ("schedule", "min_lr"),

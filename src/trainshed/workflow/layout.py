@@ -38,6 +38,7 @@ from trainshed.plan.phase_plan import PlannedPhase
 from trainshed.plan.planner import Plan, PlannedModel, build_request, make_plan
 from trainshed.plan.training_shape import Hardware, hardware_of
 from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, Source, load_cluster
+from trainshed.recipe.optimizer import MuonOptions
 from trainshed.recipe.phase_spans import PhaseSpan, phase_spans
 from trainshed.recipe.registered import registered_class
 from trainshed.recipe.validation import recipe_error, validate
@@ -45,7 +46,7 @@ from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import StoreOptions, join, open_store, parse
 from trainshed.workflow.prepare import PreparedRun, store_options
-from trainshed.workflow.runnable import check_adapters, check_loss, check_ranks
+from trainshed.workflow.runnable import check_adapters, check_groups, check_loss, check_ranks
 
 
 def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
@@ -84,7 +85,16 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
     documents = PlannedDocuments.of(recipe, cluster, length)
     if documents.note is not None:
         notes.append(documents.note)
-    usual = EngineOptions(bf16_states=train.optimizer.states == "bf16")
+    muon = (train.optimizer.muon or MuonOptions()) if train.optimizer.name == "muon" else None
+    usual = EngineOptions(
+        bf16_states=train.optimizer.states == "bf16",
+        muon_steps=0 if muon is None else muon.ns_steps,
+        averaged=train.ema is not None,
+    )
+    if muon is not None:
+        notes.append("Muon's update is predicted from its FLOPs and bytes: it was never measured")
+    if any(group.freeze for group in train.optimizer.groups or ()):
+        notes.append("frozen tensors are planned as trained ones: their gradients are computed, their states are not")
     options, counted = apply_performance_args(recipe.engine.args, usual)
     if counted:
         notes.append(f"counted of engine.args: {', '.join(counted)}")
@@ -520,6 +530,7 @@ def planned_layout(
     check_loss(recipe, chosen.layout)
     check_adapters(recipe, model.config, chosen.layout)
     check_phases(recipe, model, chosen.layout)
+    check_groups(recipe, model.config)
     for warning in layout_warnings(chosen.layout, model.config, **asked):
         reporter.warn(warning)
     return chosen

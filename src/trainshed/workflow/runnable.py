@@ -15,7 +15,8 @@ from pathlib import Path
 
 from trainshed.errors import RecipeError
 from trainshed.launch.job import JobFile
-from trainshed.models.parameters import all_projections
+from trainshed.models.parameter_groups import group_problems
+from trainshed.models.parameters import all_projections, lora_parameters, parameters
 from trainshed.plan import RankLayout
 from trainshed.recipe import Cluster, ModelConfig, Recipe
 from trainshed.recipe.cluster import check_cluster
@@ -84,6 +85,20 @@ def check_adapters(recipe: Recipe, config: ModelConfig, layout: RankLayout) -> N
             where=recipe.where("layout.tp"),
             hint="write a smaller tp, or `quantize: int8`",
         )
+
+
+def check_groups(recipe: Recipe, config: ModelConfig) -> None:
+    """Refuse patterns of `train.optimizer.groups` that name no trained tensor of the model."""
+    groups, lora = recipe.train.optimizer.groups, recipe.train.lora
+    if not groups or recipe.engine.name != "torch":
+        return
+    trained = parameters(config) if lora is None else lora_parameters(config, lora)
+    problems = [
+        Problem(("train", "optimizer", "groups", *problem.path), problem.what, problem.hint)
+        for problem in group_problems(groups, [parameter.name for parameter in trained])
+    ]
+    if problems:
+        raise recipe_error(problems, recipe.places)
 
 
 def check_plugins(recipe: Recipe, job: JobFile) -> None:

@@ -222,6 +222,7 @@ def export_run(
         tokenizer=words,
         chat_template=chat_template,
         end_tokens=end_tokens,
+        averaged=wanted.weights == "ema",
         options=options,
         reporter=reporter,
     )

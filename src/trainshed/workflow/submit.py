@@ -35,7 +35,14 @@ from trainshed.recipe.yaml_io import dotted_key
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_address
 from trainshed.workflow.layout import PlannedRun, check_node_count, plan_on_cluster, planned_model
 from trainshed.workflow.prepare import check_fit_before_submit, resolve, store_options
-from trainshed.workflow.runnable import check_adapters, check_loss, check_ranks, check_runnable, shared_store
+from trainshed.workflow.runnable import (
+    check_adapters,
+    check_groups,
+    check_loss,
+    check_ranks,
+    check_runnable,
+    shared_store,
+)
 from trainshed.workflow.serve import SERVE_SCRIPT, serve_notes, serve_script, serve_stage
 
 UNKNOWN_SAVE_SECONDS = 270
@@ -74,6 +81,7 @@ def build_job(
     check_ranks(resolved, planned.layout.world_size)
     check_loss(resolved, planned.layout)
     check_adapters(resolved, model.config, planned.layout)
+    check_groups(resolved, model.config)
     setup = fabric_setup(cluster, nodes=planned.placement.nodes)
     warnings = lint_environment(setup, cluster.environment, cluster.where)
     name = id or run_id(resolved)

@@ -26,7 +26,8 @@ from trainshed.data.order import run_orders
 from trainshed.data.tokens.token_source import RunTokens
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.local import train_locally
-from trainshed.models.parameters import AddedRows, parameter_count
+from trainshed.models.parameter_groups import parameter_group
+from trainshed.models.parameters import AddedRows, lora_parameters, parameter_count, parameters
 from trainshed.observe.event_log import read_events
 from trainshed.plan import RankLayout
 from trainshed.plan.shrink import ShrunkRun, shrink
@@ -40,6 +41,7 @@ from trainshed.recipe import (
     Lora,
     ModelSection,
     Observe,
+    Optimizer,
     Recipe,
     Resources,
     load_cluster,
@@ -291,6 +293,7 @@ def shrunk_recipe(recipe: Recipe, small: ShrunkRun, layout: Layout, store: Path,
         "lora": _checked_adapters(recipe.train.lora),
         "dpo": None,
         "early_stop": None,
+        "optimizer": _checked_optimizer(recipe, small),
     }
     changes = {
         "model": ModelSection(config=small.config, init="random"),
@@ -323,6 +326,15 @@ def _checked_adapters(lora: Lora | None) -> Lora | None:
     if lora is None or lora.quantize != "nf4":
         return lora
     return lora.model_copy(update={"quantize": "int8"})
+
+
+def _checked_optimizer(recipe: Recipe, small: ShrunkRun) -> Optimizer:
+    """Return the optimizer of a check: a shrunk model has fewer layers, and maybe none that a group names."""
+    optimizer, lora = recipe.train.optimizer, _checked_adapters(recipe.train.lora)
+    trained = parameters(small.config) if lora is None else lora_parameters(small.config, lora)
+    used = {parameter_group(parameter.name, optimizer.groups or ()) for parameter in trained}
+    groups = tuple(group for group in optimizer.groups or () if group in used)
+    return optimizer.model_copy(update={"groups": groups or None})
 
 
 def _with_added_rows(run: PreparedRun, added_tokens: Sequence[str] | None) -> PreparedRun:

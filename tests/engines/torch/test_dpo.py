@@ -152,6 +152,14 @@ def test_a_layout_compares_pairs_like_one_process(
     assert_same_curve(run, alone(family))
 
 
+def test_muon_learns_from_pairs_alike_on_a_layout(rank_pool: RankPool, tmp_path: Path) -> None:
+    muon = {"name": "muon", "lr": 1e-3}
+    one, spread = (prepared(tmp_path / name, optimizer=muon) for name in ("one", "spread"))
+    trained(rank_pool, one, ALONE)
+    trained(rank_pool, spread, "dp=2,shard=full,micro_batch=2")
+    assert_same_curve(spread, one)
+
+
 @pytest.mark.full
 def test_blocks_captured_as_for_a_gpu_compare_pairs_alike(alone: Any, rank_pool: RankPool, tmp_path: Path) -> None:
     run, layout = prepared(tmp_path), "dp=2,recompute=selective,micro_batch=2"

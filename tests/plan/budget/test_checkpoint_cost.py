@@ -12,6 +12,7 @@ from support.models.one_process import CPU, one_process_model
 from trainshed.catalog import gpu, machine, model_preset
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.state import state_tensors
+from trainshed.engines.torch.weight_average import WeightAverage
 from trainshed.errors import RecipeError
 from trainshed.models.parameters import parameter_count
 from trainshed.plan.budget.checkpoint_cost import (
@@ -30,6 +31,7 @@ from trainshed.plan.budget.storage import TIB, cluster_storage, planned_storage
 from trainshed.plan.layout import RankLayout, resolve_layout
 from trainshed.plan.training_shape import hardware_of
 from trainshed.recipe import Layout, Optimizer, load_cluster
+from trainshed.recipe.optimizer import Ema
 
 CONFIG = model_preset("llama3-70b")
 AKS_BYTES = 2.3 * TIB
@@ -46,6 +48,9 @@ def test_our_engine_keeps_as_many_bytes_as_the_plan_counts() -> None:
     tensors = state_tensors(model, AdamW(model.shards, Optimizer(lr=1e-3), CPU))
     kept = sum(shard.local.nbytes for shard in tensors.values() if shard.is_owner)
     assert kept == checkpoint_bytes(parameter_count(config)) + 4  # and how many updates were made
+    averages = WeightAverage(model, Ema(decay=0.9)).state_tensors()
+    kept += sum(tensor.local.nbytes for tensor in averages.values())
+    assert kept == checkpoint_bytes(parameter_count(config), averaged=True) + 4
 
 
 def test_the_checkpoint_of_the_175b_recipe_has_the_size_it_states() -> None:

@@ -71,6 +71,7 @@ def convert_weights(
     chat_template: str | None = None,
     end_tokens: Sequence[int] = (),
     vocab_size: int | None = None,
+    averaged: bool = False,
     logits: bool = True,
     workers: int = DEFAULT_WORKERS,
     scratch: Path | None = None,
@@ -80,9 +81,9 @@ def convert_weights(
     """Convert the weights at `source` into the folder `target`, both addresses in any store, and prove them.
 
     `tokenizer` is a folder whose tokenizer replaces the source's own, `chat_template` the text of a template that
-    replaces that of the tokenizer, `end_tokens` what ends an answer by it; `vocab_size` is as for `open_weights`. A
-    target in a bucket is first written to the local disk, below `scratch`, and each file is uploaded when it is
-    complete. A verdict that failed is stored and returned like one that passed: the caller decides.
+    replaces that of the tokenizer, `end_tokens` what ends an answer by it; `vocab_size` and `averaged` are as for
+    `open_weights`. A target in a bucket is first written to the local disk, below `scratch`, and each file is uploaded
+    when it is complete. A verdict that failed is stored and returned like one that passed: the caller decides.
     """
     if workers < 1:
         raise InputError(f"{workers} workers", hint="write at least 1")
@@ -90,7 +91,7 @@ def convert_weights(
         reporter.note(to.layout_note)
     target_place = ConversionTarget(target, scratch, options)
     earlier = target_place.manifest()
-    source_weights = ConversionSource(source, options, vocab_size)
+    source_weights = ConversionSource(source, options, vocab_size, averaged=averaged)
     spec = {"from": source_weights.pinned, "format": source_weights.format, "tokenizer": tokenizer, **to.to_plain()}
     if dtype is not None:
         spec["dtype"] = dtype_name(_DTYPES[dtype])
@@ -98,6 +99,8 @@ def convert_weights(
         spec["chat_template"] = chat_template
     if end_tokens:
         spec["end_tokens"] = list(end_tokens)
+    if averaged:
+        spec["weights"] = "ema"
     if earlier is not None:
         _refuse_another(earlier, spec, target_place)
         if not (target_place.is_local and source_weights.is_read_in_place):
@@ -122,7 +125,8 @@ def convert_weights(
 
 def _refuse_another(earlier: Manifest, spec: Mapping[str, Any], place: ConversionTarget) -> None:
     """Refuse a target that holds something else: a target is never overwritten."""
-    if earlier.kind != KIND or any(earlier.spec.get(key) != value for key, value in spec.items()):
+    differs = any(earlier.spec.get(key) != spec.get(key) for key in (*spec, "weights"))
+    if earlier.kind != KIND or differs:
         raise place.occupied_error(f"the conversion of {earlier.spec.get('from', 'something else')}")
 
 

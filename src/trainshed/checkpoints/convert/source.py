@@ -21,8 +21,10 @@ from trainshed.storage import LocalStore, StoreOptions, copy_tree, join, open_fo
 class ConversionSource:
     """Weights at an address; `pinned` is the address with its version where the store has one (the Hub's commit)."""
 
-    def __init__(self, address: str, options: StoreOptions | None, vocab_size: int | None = None) -> None:
-        self._address, self._options, self._vocab_size = address, options, vocab_size
+    def __init__(
+        self, address: str, options: StoreOptions | None, vocab_size: int | None = None, *, averaged: bool = False
+    ) -> None:
+        self._address, self._options, self._vocab_size, self._averaged = address, options, vocab_size, averaged
         self.format: WeightsFormat = detect_format(address, options)
         self._is_local = parse(address).scheme == "file"
         store, path = open_store(address, options)
@@ -61,7 +63,12 @@ class ConversionSource:
                 options=self._options,
             )
         with open_weights(
-            self.address, config=config, vocab_size=self._vocab_size, options=self._options, reporter=reporter
+            self.address,
+            config=config,
+            vocab_size=self._vocab_size,
+            averaged=self._averaged,
+            options=self._options,
+            reporter=reporter,
         ) as weights:
             yield weights
 

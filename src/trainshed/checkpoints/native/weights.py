@@ -54,23 +54,32 @@ from trainshed.storage import FileEntry, Hasher, LocalStore, Store, checksum_of,
 from trainshed.storage.manifest import MANIFEST
 
 MODEL_PREFIX = "model."
-"""Of the names of weights in a checkpoint; the other tensors belong to the optimizer."""
+"""Of the names of weights in a checkpoint."""
+EMA_PREFIX = "ema."
+"""Of their averages, where a run makes them; all other tensors are those of the optimizer and of the run."""
 _SLOTS = 4  # items in the cache; more only while more threads read
 
 
 class NativeWeights:
     """The weights of a checkpoint: a step's folder, a run's folder (its best or latest), or converted weights.
 
-    `config` is the one its manifest holds, unless it is given.
+    `config` is the one its manifest holds, unless it is given. `prefix` chooses the weights, or their averages.
     """
 
-    def __init__(self, store: Store, path: str, config: ModelConfig | None = None, reporter: Reporter = SILENT) -> None:
+    def __init__(
+        self,
+        store: Store,
+        path: str,
+        config: ModelConfig | None = None,
+        reporter: Reporter = SILENT,
+        prefix: str = MODEL_PREFIX,
+    ) -> None:
         self.checkpoint: CompleteCheckpoint = find_checkpoint(store, path, reporter)
         self._store = store
         self.config = read_checkpoint_config(store, self.checkpoint) if config is None else config
         where = join(store.url, self.checkpoint.path)
-        names = [name for name in self.checkpoint.facts["tensors"] if name.startswith(MODEL_PREFIX)]
-        self._tensors = _match_tensors(self.config, read_index(store, self.checkpoint, names), where)
+        names = [name for name in self.checkpoint.facts["tensors"] if name.startswith(prefix)]
+        self._tensors = _match_tensors(self.config, read_index(store, self.checkpoint, names), where, prefix)
         self._items = _ItemCache(store, self.checkpoint)
         self._buffers = BufferPool()
 
@@ -191,11 +200,15 @@ class _ItemCache:
             return slot
 
 
-def _match_tensors(config: ModelConfig, stored: dict[str, IndexedTensor], where: str) -> dict[str, IndexedTensor]:
+def _match_tensors(
+    config: ModelConfig, stored: dict[str, IndexedTensor], where: str, prefix: str
+) -> dict[str, IndexedTensor]:
     """Check the stored tensors against an architecture: every tensor exists, in its shape, and none is left over."""
     wanted = {parameter.name: parameter for parameter in parameters(config)}
-    names = [name for name in stored if name.startswith(MODEL_PREFIX)]
-    tensors = {name.removeprefix(MODEL_PREFIX): stored[name] for name in names}
+    names = [name for name in stored if name.startswith(prefix)]
+    if not names and prefix == EMA_PREFIX:
+        raise InputError("the checkpoint holds no averaged weights", where=where, hint="train with `train.ema`")
+    tensors = {name.removeprefix(prefix): stored[name] for name in names}
     problems = list(_mismatches(wanted, tensors))
     if problems:
         raise InputError(

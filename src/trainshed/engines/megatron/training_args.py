@@ -273,7 +273,7 @@ def read_rate(config: ArgumentImport) -> float:
 def read_optimizer(config: ArgumentImport) -> Any:
     """Drop an optimizer that a recipe does not have."""
     if config.get("optimizer") != "adam":
-        config.drop("a recipe has adamw", "optimizer")
+        config.drop("a recipe for Megatron has adamw", "optimizer")
     return OMIT
 
 

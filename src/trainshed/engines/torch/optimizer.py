@@ -23,7 +23,8 @@ import torch
 from trainshed.checkpoints.native.shards import TensorShard
 from trainshed.engines.torch.model import ParameterShard
 from trainshed.models.init import ROUNDING_STREAM, box_indices, random_bits_compiled, rng_key, rng_key_tensor
-from trainshed.recipe.train import Optimizer
+from trainshed.models.parameter_groups import ParameterOptions, parameter_options
+from trainshed.recipe.optimizer import Optimizer
 
 FUSED_MAX_ELEMENTS = 1 << 22
 """Tensors up to this size are updated together on a GPU: about as much as is updated while one kernel is launched."""
@@ -35,7 +36,7 @@ _Gradients = list[tuple[int, torch.Tensor]]
 
 
 class AdamW:
-    """Decoupled weight decay on matrices, none on norms and biases."""
+    """Decoupled weight decay on matrices, none on norms and biases; groups of tensors may have rates of their own."""
 
     def __init__(self, shards: list[ParameterShard], options: Optimizer, device: torch.device) -> None:
         self.shards, self.options = shards, options
@@ -47,6 +48,10 @@ class AdamW:
         self._keys = [rng_key_tensor(key, device) for key in keys]
         self.updates = torch.zeros((), dtype=torch.float32, device=device)
         """Updates made so far; a skipped step does not count."""
+        self._groups: dict[ParameterOptions, list[int]] = {}
+        """The numbers of the shards that are updated alike."""
+        for number, shard in enumerate(shards):
+            self._groups.setdefault(parameter_options(shard.parameter, options), []).append(number)
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor, skip: torch.Tensor) -> None:
@@ -57,27 +62,26 @@ class AdamW:
         scale = torch.where(skip > 0, torch.ones_like(scale), scale)
         skip = skip.to(torch.float32)
         self.updates += 1.0 - skip
-        for decays in (True, False):
-            numbers = [i for i, shard in enumerate(self.shards) if shard.parameter.decays == decays]
-            self._update(numbers, lr, decays, scale, skip)
+        for group, numbers in self._groups.items():
+            self._update(numbers, lr * group.lr_scale, group.weight_decay, scale, skip)
 
-    def _update(self, numbers: list[int], lr: float, decays: bool, scale: torch.Tensor, skip: torch.Tensor) -> None:
+    def _update(self, numbers: list[int], lr: float, decay: float, scale: torch.Tensor, skip: torch.Tensor) -> None:
         gradients = [(i, gradient) for i in numbers if (gradient := self.shards[i].gradient) is not None]
         gradients = [(i, gradient) for i, gradient in gradients if gradient.numel()]
         if not gradients:
             return
         if self.rounded:
-            self._update_rounded(gradients, lr, decays, scale, skip)
+            self._update_rounded(gradients, lr, decay, scale, skip)
             return
         if gradients[0][1].is_cuda and gradients[0][1].dtype == torch.float32:
             if large := [(i, gradient) for i, gradient in gradients if gradient.numel() > FUSED_MAX_ELEMENTS]:
-                self._update_compiled(large, lr, decays, scale, skip)
+                self._update_compiled(large, lr, decay, scale, skip)
             gradients = [(i, gradient) for i, gradient in gradients if gradient.numel() <= FUSED_MAX_ELEMENTS]
         if gradients:
-            self._update_fused(gradients, lr, decays, scale, skip)
+            self._update_fused(gradients, lr, decay, scale, skip)
 
     def _update_fused(
-        self, gradients: _Gradients, lr: float, decays: bool, scale: torch.Tensor, skip: torch.Tensor
+        self, gradients: _Gradients, lr: float, decay: float, scale: torch.Tensor, skip: torch.Tensor
     ) -> None:
         numbers, values = [i for i, _ in gradients], [gradient for _, gradient in gradients]
         is_float64 = values[0].dtype == torch.float64
@@ -93,7 +97,7 @@ class AdamW:
             lr=lr,
             beta1=self.options.betas[0],
             beta2=self.options.betas[1],
-            weight_decay=self.options.weight_decay if decays else 0.0,
+            weight_decay=decay,
             eps=self.options.eps,
             amsgrad=False,
             maximize=False,
@@ -102,15 +106,15 @@ class AdamW:
         )
 
     def _update_compiled(
-        self, gradients: _Gradients, lr: float, decays: bool, scale: torch.Tensor, skip: torch.Tensor
+        self, gradients: _Gradients, lr: float, decay: float, scale: torch.Tensor, skip: torch.Tensor
     ) -> None:
         corrections, rate, update = self._corrections(scale, skip), torch.tensor(lr), _compiled_update()
         for i, gradient in gradients:
             parts = [self.shards[i].local_tensor, gradient, self.exp_avg[i], self.exp_avg_sq[i]]
-            update(*(part.view(-1) for part in parts), corrections, rate, *self._constants(decays))
+            update(*(part.view(-1) for part in parts), corrections, rate, *self._constants(decay))
 
     def _update_rounded(
-        self, gradients: _Gradients, lr: float, decays: bool, scale: torch.Tensor, skip: torch.Tensor
+        self, gradients: _Gradients, lr: float, decay: float, scale: torch.Tensor, skip: torch.Tensor
     ) -> None:
         corrections, rate = self._corrections(scale, skip), torch.tensor(lr)
         update_number = self.updates.to(torch.int64)
@@ -125,7 +129,7 @@ class AdamW:
                     *(part[first : first + rows] for part in parts),
                     corrections,
                     rate,
-                    *self._constants(decays),
+                    *self._constants(decay),
                     self._keys[i],
                     update_number,
                     shard.parameter.shape,
@@ -137,8 +141,8 @@ class AdamW:
         beta1, beta2 = self.options.betas
         return torch.stack([1 - beta1**self.updates, (1 - beta2**self.updates).sqrt(), scale.float(), skip])
 
-    def _constants(self, decays: bool) -> tuple[float, float, float, float]:
-        return (*self.options.betas, self.options.eps, self.options.weight_decay if decays else 0.0)
+    def _constants(self, decay: float) -> tuple[float, float, float, float]:
+        return (*self.options.betas, self.options.eps, decay)
 
     def state_tensors(self) -> Mapping[str, TensorShard]:
         """Return the state for a checkpoint, under the names of the weights."""

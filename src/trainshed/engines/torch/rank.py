@@ -23,7 +23,7 @@ from trainshed.checkpoints.lora.checkpoint_spec import ADDED, BASE, LORA
 from trainshed.checkpoints.native.writer import CheckpointWriter
 from trainshed.engines.torch import rank_health
 from trainshed.engines.torch.model import RankModel, build_model, describe_float8_exclusions
-from trainshed.engines.torch.optimizer_registry import optimizer_class
+from trainshed.engines.torch.optimizer_registry import build_rank_optimizer
 from trainshed.engines.torch.parallel import ParallelMesh, build_mesh
 from trainshed.engines.torch.profiler import StepProfiler
 from trainshed.engines.torch.rank_env import (
@@ -36,6 +36,7 @@ from trainshed.engines.torch.rank_env import (
 )
 from trainshed.engines.torch.rank_health import Watchdog
 from trainshed.engines.torch.sample_answers import AnswerLog, SampleAnswers
+from trainshed.engines.torch.spikes import SpikeDetector
 from trainshed.engines.torch.stack_dump import write_stacks_when_asked
 from trainshed.engines.torch.state import (
     ResumePoint,
@@ -46,6 +47,7 @@ from trainshed.engines.torch.state import (
 )
 from trainshed.engines.torch.step import ReferenceModel, StepRunner
 from trainshed.engines.torch.trainer import Trainer, TrainingEnd
+from trainshed.engines.torch.weight_average import WeightAverage
 from trainshed.engines.torch.weights import load_base_weights
 from trainshed.errors import InputError, TrainshedError
 from trainshed.models.decoder import Regularization
@@ -210,9 +212,7 @@ def _train_part(
     model = _build_model(job, mesh)
     if job.recipe.train.precision == "fp8" and (exclusions := describe_float8_exclusions(model)) is not None:
         emit("warning", text=exclusions)
-    options = job.recipe.train.optimizer
-    optimizer = optimizer_class(options)(model.shards, options, session.device)
-    runner = StepRunner(model, optimizer, _build_reference(job, model))
+    runner = _build_runner(job, model)
     start = load_start_state(job, runner, emit, attempt.store, resume)
     if job.recipe.checkpoint.best is not None:
         start = resume.with_best(start)
@@ -242,6 +242,17 @@ def _train_part(
 def _checkpoint_keys(step: int, resume: ResumePoint) -> str:
     """Return what the writer's keys in the store begin with; one that was closed leaves its keys behind."""
     return f"checkpoints-{step}" if resume.at_boundary else "checkpoints"
+
+
+def _build_runner(job: TrainJob, model: RankModel) -> StepRunner:
+    train = job.recipe.train
+    return StepRunner(
+        model,
+        build_rank_optimizer(model, train.optimizer),
+        _build_reference(job, model),
+        None if train.spikes is None else SpikeDetector(train.spikes, model.mesh),
+        None if train.ema is None else WeightAverage(model, train.ema),
+    )
 
 
 def _build_reference(job: TrainJob, model: RankModel) -> ReferenceModel | None:

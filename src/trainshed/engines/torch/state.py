@@ -73,6 +73,14 @@ def _with_replicas(state: TensorShard, shard: ParameterShard | None) -> TensorSh
     return replace(state, replicas=shard.replicas) if same_box else state
 
 
+def runner_state(runner: StepRunner) -> dict[str, TensorShard]:
+    """Return the state of a run: model and optimizer, and what its steps remember besides."""
+    tensors = state_tensors(runner.model, runner.optimizer)
+    for part in (runner.average, runner.spikes):
+        tensors |= {} if part is None else dict(part.state_tensors())
+    return tensors
+
+
 def state_facts(
     order: DataOrder,
     step: int,
@@ -305,7 +313,7 @@ def load_start_state(
         if model.lora is not None:
             _check_same_base(job, checkpoint)
             _load_weights(job, model, emit)
-        facts = load_checkpoint(store, checkpoint, state_tensors(model, runner.optimizer))
+        facts = load_checkpoint(store, checkpoint, runner_state(runner))
         if not resume.at_boundary:
             emit(
                 "resume",
@@ -320,6 +328,8 @@ def load_start_state(
         if model.lora is not None:
             init_base_adapters(model, job.base, job.recipe.seed)
         _check_base_loss(job, runner, job.base, emit)
+    if runner.average is not None:
+        runner.average.start()
     return StartPoint()
 
 

@@ -12,6 +12,7 @@ micro-batch, s = S / tp, H hidden.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,8 @@ from trainshed.engines.torch.parallel import ParallelMesh, set_gradient_sync
 from trainshed.engines.torch.pipeline_stage import SyncedPipelineStage
 from trainshed.engines.torch.rank_health import NO_STOP_VOTES, agreed_signal
 from trainshed.engines.torch.rank_timing import WINDOW_VOTE
+from trainshed.engines.torch.spikes import SPIKE_FIGURES, SpikeDetector
+from trainshed.engines.torch.weight_average import WeightAverage
 from trainshed.models.collectives import AxisGroup
 from trainshed.models.loss import IGNORE_INDEX, LOSS_TERMS, source_terms
 from trainshed.models.moe import ROUTER_LOSS_TERMS
@@ -82,6 +85,11 @@ class StepFigures:
         if world_size > 1:
             dist.all_reduce(self._vector)
 
+    def add_summed(self, names: Sequence[str], values: torch.Tensor) -> None:
+        """Add figures that follow from the summed ones, so that every rank has the same."""
+        self._names += names
+        self._vector = torch.cat([self._vector, values.double()])
+
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return one summed figure as a scalar on the device."""
         return self._vector[self._names.index(name)]
@@ -123,6 +131,11 @@ class StepMetrics:
     """A signal that some rank has received."""
     window_is_over: bool = False
     """Rank 0 asks for the timings of all ranks."""
+    spikes_in_a_row: int = 0
+    """How many steps in a row were skipped as spikes, this one included; 0: this step was learned."""
+    loss_limit: float | None = None
+    grad_norm_limit: float | None = None
+    """What a spike is above; None where none is looked for, or too few steps are known."""
 
 
 class PendingMetrics:
@@ -159,6 +172,8 @@ class PendingMetrics:
             non_finite=not finite,
             stop_signal=agreed_signal(figures),
             window_is_over=figures.get(WINDOW_VOTE, 0.0) > 0,
+            spikes_in_a_row=int(figures.get("spikes_in_a_row", 0)),
+            **{name: value for name in SPIKE_FIGURES[1:] if math.isfinite(value := figures.get(name, math.inf))},
         )
 
 
@@ -228,13 +243,26 @@ class ReferenceModel:
 
 
 class StepRunner:
-    """Runs steps of one rank's model. A model that compares pairs of documents needs a reference."""
+    """Runs steps of one rank's model. A model that compares pairs of documents needs a reference.
 
-    def __init__(self, model: RankModel, optimizer: RankOptimizer, reference: ReferenceModel | None = None) -> None:
+    `spikes` decides which steps are skipped besides those that are not finite; `average` follows the weights.
+    """
+
+    def __init__(
+        self,
+        model: RankModel,
+        optimizer: RankOptimizer,
+        reference: ReferenceModel | None = None,
+        spikes: SpikeDetector | None = None,
+        average: WeightAverage | None = None,
+    ) -> None:
         self.model, self.optimizer, self.reference = model, optimizer, reference
+        self.spikes, self.average = spikes, average
         self.forward_backward = ForwardBackward(model)
         # The loss is the same on all tensor-parallel ranks: one of them counts.
         self._counts_loss = float(model.mesh.coordinates.tp == 0)
+        trained = {shard.name for shard in optimizer.shards}
+        self._frozen = [shard for shard in model.shards if shard.name not in trained]
 
     def step(
         self, batch: LocalBatch, global_batch: int, lr: float, votes: Mapping[str, float] = NO_STOP_VOTES
@@ -242,12 +270,20 @@ class StepRunner:
         """Forward, backward, sum, update; `votes` are those of `stop_votes`, and others that ranks sum with them."""
         counts = self._count_batch(batch)
         losses = self._forward_backward(batch, global_batch, counts, backward=True)
-        reduce_gradients(self.model.shards, self.model.mesh)
-        squared_norm = squared_grad_norm(self.model.shards).to(self.model.mesh.device)
+        for shard in self._frozen:
+            shard.tensor.grad = None
+        reduce_gradients(self.optimizer.shards, self.model.mesh)
+        squared_norm = squared_grad_norm(self.optimizer.shards).to(self.model.mesh.device)
         figures = self._all_reduce_figures(squared_norm, losses, batch, votes, counts)
         norm = figures["squared_grad_norm"].sqrt()
         skip = 1.0 - (torch.isfinite(norm) & torch.isfinite(figures["loss"])).double()
+        if self.spikes is not None:
+            cross_entropy = figures["loss"] - sum(figures[term] for term in LOSS_TERMS[1:])
+            skip = self.spikes.skip(cross_entropy, norm, skip)
+            figures.add_summed(SPIKE_FIGURES, self.spikes.figures())
         self.optimizer.step(lr, norm, skip)
+        if self.average is not None:
+            self.average.update(skip)
         for shard in self.model.shards:
             shard.tensor.grad = None
         return PendingMetrics(figures, self.model.loss_terms)

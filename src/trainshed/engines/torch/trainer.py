@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from trainshed.engines.torch.rank_env import EventEmitter, TrainJob
 from trainshed.engines.torch.rank_health import Watchdog, stop_votes
 from trainshed.engines.torch.rank_timing import RankTimer
 from trainshed.engines.torch.sample_answers import SampleAnswers
-from trainshed.engines.torch.state import StartPoint, state_facts, state_tensors
+from trainshed.engines.torch.state import StartPoint, runner_state, state_facts
 from trainshed.engines.torch.step import EvaluationResult, PendingMetrics, StepMetrics, StepRunner
 from trainshed.engines.torch.validation import early_stop_reason, evaluate_batches
 from trainshed.errors import TrainshedError
@@ -194,6 +195,8 @@ class Trainer:
                 self.emit("ranks", step, **asdict(window))
             if metrics.non_finite:
                 self._handle_non_finite(step, metrics)
+            if metrics.spikes_in_a_row:
+                self._handle_spike(step, metrics)
             self._stop = self._stop or metrics.stop_signal
 
     def _report(self, step: int, lr: float, metrics: StepMetrics, seconds: float) -> None:
@@ -215,7 +218,7 @@ class Trainer:
             batch_hash=metrics.batch_hash,
             learned_tokens=metrics.learned_tokens,
             pairs=metrics.pairs,
-            skipped=metrics.non_finite,
+            skipped=metrics.non_finite or metrics.spikes_in_a_row > 0,
             source_losses=self._source_losses(metrics),
             **self._phase_figures(step),
             **{name: _finite_or_none(value) for name, value in {**metrics.loss_terms, **metrics.rewards}.items()},
@@ -283,6 +286,25 @@ class Trainer:
             f"with `{skip_key}: {[list(skipped_range) for skipped_range in without.ranges]}`",
         )
 
+    def _handle_spike(self, step: int, metrics: StepMetrics) -> None:
+        assert self.job.recipe.train.spikes is not None
+        most, in_a_row = self.job.recipe.train.spikes.max_in_a_row, metrics.spikes_in_a_row
+        what = (
+            f"loss {metrics.loss:.4f} (limit {metrics.loss_limit:.4f}), gradient norm {metrics.grad_norm:.4f} "
+            f"(limit {metrics.grad_norm_limit:.4f})"
+        )
+        self.emit("spike", step, what=what, in_a_row=in_a_row)
+        self.skipped += 1
+        if in_a_row <= most:
+            return
+        self.writer.close()  # all ranks end here: each finishes the last save before one of them is gone
+        raise TrainshedError(
+            f"{in_a_row} steps in a row were skipped as spikes, the last is step {step + 1:,}: {what}",
+            where=self.job.recipe.where("train.spikes.max_in_a_row"),
+            hint="look at the data and the learning rate of these steps; the run goes on from its last checkpoint with "
+            f"a larger `train.spikes.sigma` and `--id {self.job.name}`",
+        )
+
     def _between_steps_due(self) -> bool:
         return self._checkpoint_due() or self._validation_due()
 
@@ -333,7 +355,8 @@ class Trainer:
         results: dict[str, EvaluationResult] = {}
         for name, order in self.job.validations.items():
             if self._is_due(name):
-                results[name] = evaluate_batches(self.runner, order, sets[name].batches)
+                with self._validated_weights():
+                    results[name] = evaluate_batches(self.runner, order, sets[name].batches)
                 self.watchdog.heartbeat(self.step, "validation")
         # All sets are due whenever one is: the first is always among them, and decides.
         first = next(iter(results))
@@ -351,7 +374,13 @@ class Trainer:
         self.record = (self.record or ValidationRecord()).after(self.step, loss, min_delta=min_delta)
         prompted = next((name for name, one_set in sets.items() if one_set.prompts is not None), None)
         if self.answers is not None and prompted in results:
-            self.answers.run(self.step, lambda: self.watchdog.heartbeat(self.step, "validation"))
+            with self._validated_weights():
+                self.answers.run(self.step, lambda: self.watchdog.heartbeat(self.step, "validation"))
+
+    def _validated_weights(self) -> AbstractContextManager[None]:
+        """Return the context in which the model has the weights that are validated: its own, or their averages."""
+        ema, average = self.job.recipe.train.ema, self.runner.average
+        return average.in_place_of_weights() if ema is not None and ema.validation and average else nullcontext()
 
     @property
     def _early_stop_settings(self) -> EarlyStop | None:
@@ -371,7 +400,7 @@ class Trainer:
         self._begin_phase("checkpoint")
         decay = decay_span(self.job.steps, self.job.recipe.train.schedule)
         facts = state_facts(self.job.order, self.step, self.skipped, decay, self.record, self.job.phases)
-        tensors = state_tensors(self.runner.model, self.runner.optimizer)
+        tensors = runner_state(self.runner)
         best_loss = self.record.best_loss if self.record is not None and self._is_best() else None
         self.writer.save(self.step, tensors, facts, blocking=blocking, best_loss=best_loss)
         self.last_saved_step = self.step

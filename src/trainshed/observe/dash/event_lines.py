@@ -10,6 +10,7 @@ SERIOUS_KINDS = {
     "failure": "bad",
     "stall": "bad",
     "non_finite": "bad",
+    "spike": "warn",
     "alarm": "warn",
     "warning": "warn",
     "signal": "warn",

@@ -161,7 +161,9 @@ def _marks(reader: RunReader) -> list[dict[str, Any]]:
             marks.append({"kind": "plain", "step": event["step"], "time": event["time"], "text": event_text(event)})
         elif kind == "resume":
             marks.append({"kind": "restart", "step": event["step"], "time": event["time"], "text": event_text(event)})
-        elif kind in ("alarm", "non_finite", "stall", "failure") or (kind == "checkpoint" and event["phase"] == "best"):
+        elif kind in ("alarm", "non_finite", "spike", "stall", "failure") or (
+            kind == "checkpoint" and event["phase"] == "best"
+        ):
             mark = "best" if kind == "checkpoint" else event_level(event)
             marks.append({"kind": mark, "step": event["step"], "time": event["time"], "text": event_text(event)})
     began = reader.began or 0.0
@@ -311,7 +313,7 @@ def _timeline_marks(reader: RunReader) -> list[dict[str, Any]]:
             row = "checkpoints"
         elif kind == "validation":
             row = "validations"
-        elif kind in ("alarm", "stall", "failure", "non_finite", "signal", "early_stop"):
+        elif kind in ("alarm", "stall", "failure", "non_finite", "spike", "signal", "early_stop"):
             row = "events"
         elif kind == "profile":
             row = "profiles"

@@ -214,7 +214,8 @@ def run_budget(
     """
     layout, hardware, step = prediction.layout, training.hardware, step_seconds or prediction.step_seconds
     where = {"storage": terms.storage, "machine": terms.machine, "engine": terms.engine}
-    checkpoint = checkpoint_cost(training.trained_weights, layout, hardware, **where)
+    averaged = training.options.averaged
+    checkpoint = checkpoint_cost(training.trained_weights, layout, hardware, **where, averaged=averaged)
     mtbf, mtbf_source = node_mtbf_hours(hardware.gpus_per_node, terms.mtbf_hours)
     run_goodput = goodput(
         checkpoint,

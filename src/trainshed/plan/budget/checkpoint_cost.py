@@ -67,9 +67,12 @@ class CheckpointCost:
         return asdict(self)
 
 
-def checkpoint_bytes(weights: int, engine: str = "torch") -> int:
-    """Return the size of a checkpoint; names, headers and checksums are below a thousandth of it."""
-    return weights * BYTES_PER_WEIGHT[engine]
+def checkpoint_bytes(weights: int, engine: str = "torch", *, averaged: bool = False) -> int:
+    """Return the size of a checkpoint; names, headers and checksums are below a thousandth of it.
+
+    `averaged` weights are saved besides, in fp32. Narrow states and Muon's single average are not counted off.
+    """
+    return weights * (BYTES_PER_WEIGHT[engine] + (4 if averaged else 0))
 
 
 def writers_by_node(layout: RankLayout, gpus_per_node: int, engine: str = "torch") -> dict[int, int]:
@@ -97,9 +100,10 @@ def checkpoint_cost(
     storage: PlannedStorage | None = None,
     machine: Machine | None = None,
     engine: str = "torch",
+    averaged: bool = False,
 ) -> CheckpointCost:
     """Return what a checkpoint of a model with so many weights costs; state is assumed to be evenly divided."""
-    size = checkpoint_bytes(weights, engine)
+    size = checkpoint_bytes(weights, engine, averaged=averaged)
     counts = writers_by_node(layout, hardware.gpus_per_node, engine)
     writers = sum(counts.values())
     nodes = ceil(layout.world_size / hardware.gpus_per_node)

@@ -42,6 +42,10 @@ class EngineOptions:
     """Gradients are kept and reduced in 16 bits."""
     bf16_states: bool = False
     """Adam's two averages are kept in 16 bits."""
+    muon_steps: int = 0
+    """Newton-Schulz iterations of Muon, which updates the matrices of layers; 0: AdamW updates everything."""
+    averaged: bool = False
+    """An average of the weights is kept and updated (EMA)."""
     clock_share: float = 1.0
     """The GPU's clock under a lower power limit, as a share of the usual one."""
 

@@ -157,7 +157,7 @@ def rank_weights(training: TrainingShape, layout: RankLayout, rank: int) -> tupl
     model = training.model
     dense = expert = 0.0
     unit = 0.0
-    for experts, count in _rank_layers(training, layout, rank):
+    for experts, count in rank_layers(training, layout, rank):
         one_dense, one_expert = layer_weights(model, layout, experts=experts)
         dense, expert = dense + count * one_dense, expert + count * one_expert
         unit = max(unit, one_dense + one_expert)
@@ -175,8 +175,8 @@ def rank_weights(training: TrainingShape, layout: RankLayout, rank: int) -> tupl
     return dense, expert, max(unit, ends if first or last else 0.0)
 
 
-def _rank_layers(training: TrainingShape, layout: RankLayout, rank: int) -> list[tuple[bool, int]]:
-    """How many layers a rank has without experts, and with."""
+def rank_layers(training: TrainingShape, layout: RankLayout, rank: int) -> list[tuple[bool, int]]:
+    """Return how many layers a rank has without experts, and with."""
     with_experts = without = 0
     for chunk in layout.chunks(rank):
         layers = layout.chunk_layers(chunk)
@@ -201,7 +201,7 @@ def trained_rank_weights(training: TrainingShape, layout: RankLayout, rank: int)
     if training.lora is None:
         return rank_weights(training, layout, rank)[:2]
     dense = expert = 0.0
-    for experts, count in _rank_layers(training, layout, rank):
+    for experts, count in rank_layers(training, layout, rank):
         one_dense, one_expert = training.lora.layer_weights(
             training.model, experts=experts, tp=layout.tp, etp=layout.etp, ep=layout.ep
         )
@@ -209,6 +209,15 @@ def trained_rank_weights(training: TrainingShape, layout: RankLayout, rank: int)
     first, last = rank == 0, rank == head_rank(training, layout)
     tables = int(first) + int(last and not (training.model.tied and first))
     return dense + tables * training.lora.table_weights(training.model), expert
+
+
+def matrix_rank_weights(training: TrainingShape, layout: RankLayout, rank: int) -> tuple[float, float]:
+    """Return how many of its weights a rank has in matrices of layers: dense, and of experts."""
+    dense = expert = 0.0
+    for experts, count in rank_layers(training, layout, rank):
+        one_dense, one_expert = layer_weights(training.model, layout, experts=experts)
+        dense, expert = dense + count * (one_dense - training.model.layer_vectors), expert + count * one_expert
+    return dense, expert
 
 
 class _StateBytes(NamedTuple):
@@ -230,6 +239,9 @@ def _state_bytes(training: TrainingShape, layout: RankLayout, rank: int) -> _Sta
     weights = bytes_of.weight * (in_shards if shard == "full" else whole)
     gradients = bytes_of.gradient * (in_shards if shard in ("full", "zero2") else whole)
     optimizer = bytes_of.optimizer * (whole if shard == "none" else in_shards)
+    if training.options.muon_steps and not training.options.bf16_states:
+        matrices, whole_matrices = _divided(layout, *matrix_rank_weights(training, layout, rank))
+        optimizer += 4.0 * (whole - whole_matrices if shard == "none" else in_shards - matrices)
     frozen = 0.0
     if training.lora is not None or training.preference:
         base_shards, base = _divided(layout, dense, expert)
@@ -261,7 +273,8 @@ class TrainedBytes(NamedTuple):
 def trained_bytes(training: TrainingShape) -> TrainedBytes:
     """Return the bytes of each trained weight, before they are shared out.
 
-    Adapters have no copy in 16 bits where optimizer states are fp32: they are fp32 themselves.
+    Adapters have no copy in 16 bits where optimizer states are fp32: they are fp32 themselves. With Muon they are the
+    bytes of a matrix, which has one average in place of two.
     """
     constants = training.constants
     weight, gradient, optimizer = constants.weight_bytes, constants.gradient_bytes, constants.optimizer_bytes
@@ -269,8 +282,11 @@ def trained_bytes(training: TrainingShape) -> TrainedBytes:
         gradient = 2.0
     if training.lora is not None and optimizer >= _FP32_STATES:
         weight, gradient, optimizer = 4.0, max(gradient, 4.0), optimizer - 4.0
-    if training.options.bf16_states and constants.optimizer_bytes >= _FP32_STATES:
+    one_average = training.options.bf16_states or training.options.muon_steps > 0
+    if one_average and constants.optimizer_bytes >= _FP32_STATES:
         optimizer -= 4.0
+    if training.options.averaged:
+        optimizer += 4.0
     return TrainedBytes(weight, gradient, optimizer)
 
 
@@ -285,7 +301,7 @@ def _base_bytes(training: TrainingShape, layout: RankLayout, rank: int, whole: f
         return usual * whole
     layers = sum(
         count * sum(layer_weights(training.model, layout, experts=experts))
-        for experts, count in _rank_layers(training, layout, rank)
+        for experts, count in rank_layers(training, layout, rank)
     )
     return training.lora.base_bytes * layers + usual * (whole - layers)
 
@@ -319,7 +335,7 @@ def _activation_bytes(training: TrainingShape, layout: RankLayout, rank: int) ->
     """Bytes kept by all micro-batches in flight, and the temporaries of backward through one layer."""
     flying = micro_batches_in_flight(layout, rank, max(1, layout.micro_batches(training.global_batch)))
     kept = working = largest = 0.0
-    for experts, count in _rank_layers(training, layout, rank):
+    for experts, count in rank_layers(training, layout, rank):
         one, peak = layer_activation_bytes(training, layout, experts=experts)
         kept, working, largest = kept + count * one, max(working, peak), max(largest, one)
     if rank == 0:

@@ -26,10 +26,12 @@ from trainshed.plan.performance.memory import (
     backward_share,
     head_chunk,
     layer_activation_bytes,
+    matrix_rank_weights,
     rank_memory,
     rank_weights,
     trained_rank_weights,
 )
+from trainshed.plan.performance.muon_time import muon_seconds
 from trainshed.plan.performance.pipeline import PipelinePasses, pipeline_seconds
 from trainshed.plan.performance.stalls import (
     stall_likelihood,
@@ -359,7 +361,7 @@ def _step_times(
         ep=spent.ep * factor,
         pp_bubble=bubble,
         dp_exposed=exposed,
-        optimizer=_optimizer_seconds(training, layout, dense, expert)
+        optimizer=_optimizer_seconds(training, layout, worst)
         + _accumulation_seconds(training, layout, dense, expert, micro),
         other=waiting + _fixed_seconds(training),
     )
@@ -436,13 +438,24 @@ def _exposed_seconds(communication: float, compute: float, slowdown: float) -> f
     return max(communication - compute, 0.0) + slowdown * min(communication, compute)
 
 
-def _optimizer_seconds(training: TrainingShape, layout: RankLayout, dense: float, expert: float) -> float:
-    """Read and write the states once: 16 bytes per trained weight, with gradients and weights 30."""
-    kernels = KernelTimes(training)
-    mine = dense / layout.dense_shards + expert / layout.expert_shards
+def _optimizer_seconds(training: TrainingShape, layout: RankLayout, rank: int) -> float:
+    """Read and write the states once: 16 bytes per trained weight, with gradients and weights 30.
+
+    An average of the weights is read and written besides, and the weights are read for it: 12. Muon has another way.
+    """
+    kernels, options = KernelTimes(training), training.options
+
+    def in_shards(dense: float, expert: float) -> float:
+        return dense / layout.dense_shards + expert / layout.expert_shards
+
+    mine = in_shards(*trained_rank_weights(training, layout, rank))
     norm = kernels.memory_seconds(training.constants.gradient_bytes * mine)
-    moved = 22 if training.options.bf16_states else 30
-    return kernels.memory_seconds(moved * mine) * training.constants.optimizer + norm
+    by_adamw, by_muon = mine, 0.0
+    if options.muon_steps:
+        by_adamw -= in_shards(*matrix_rank_weights(training, layout, rank))
+        by_muon = muon_seconds(training, layout, rank)
+    moved = (22 if options.bf16_states else 30) * by_adamw + (12 * mine if options.averaged else 0.0)
+    return kernels.memory_seconds(moved) * training.constants.optimizer + by_muon + norm
 
 
 def _accumulation_seconds(

@@ -1,0 +1,133 @@
+"""Groups of tensors by name: their learning rate, their decay, and those that are frozen; on every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.models.one_process import CPU, one_process_model
+from support.models.tiny_models import tiny_config
+from support.recipes.small_recipes import ALONE
+from support.runs.small_runs import SmallRuns, difference, state
+from trainshed.engines.torch.optimizer import AdamW
+from trainshed.engines.torch.optimizer_registry import build_rank_optimizer
+from trainshed.engines.torch.step import squared_grad_norm
+from trainshed.models.parameter_groups import group_problems
+from trainshed.models.parameters import parameters
+from trainshed.recipe.optimizer import Optimizer, ParameterGroup
+
+_MORE = "{match: '*norm.weight', weight_decay: 0.2}, {match: '*.mlp.*', lr_scale: 0.3}"
+GROUPS = f"[{{match: embedding.*, freeze: true}}, {_MORE}]"
+OPTIMIZER = f"train.optimizer={{lr: 3.0e-3, groups: {GROUPS}}}"
+WITH_MUON = f"train.optimizer={{name: muon, lr: 3.0e-3, groups: {GROUPS}}}"
+GOOD = torch.zeros((), dtype=torch.float64)
+
+
+def test_five_steps_are_those_of_torch_with_param_groups() -> None:
+    model = one_process_model(tiny_config("llama", layers=1), length=8, precision="fp64")
+    keys = {"lr": 1e-2, "weight_decay": 0.3, "clip": None}
+    groups = [
+        {"match": "embedding.*", "freeze": True},
+        {"match": "*norm.weight", "weight_decay": 0.2},
+        {"match": "*.mlp.*", "lr_scale": 0.3},
+    ]
+    optimizer = build_rank_optimizer(model, Optimizer.model_validate(keys | {"groups": groups}))
+    copies = {shard.name: torch.nn.Parameter(shard.local_tensor.clone()) for shard in model.shards}
+    rates = {name: 0.3 if ".mlp." in name and "norm" not in name else 1.0 for name in copies}
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [copy], "weight_decay": 0.2 if "norm" in name else 0.3, "factor": rates[name]}
+            for name, copy in copies.items()
+            if not name.startswith("embedding.")
+        ],
+        betas=(0.9, 0.95),
+    )
+    generator = torch.Generator().manual_seed(0)
+    for step in range(5):
+        for shard in model.shards:
+            gradient = torch.randn(shard.tensor.shape, generator=generator, dtype=torch.float64)
+            shard.tensor.grad, copies[shard.name].grad = gradient, gradient.clone()
+        lr = 1e-2 / (step + 1)
+        optimizer.step(lr, squared_grad_norm(model.shards).sqrt(), GOOD)
+        for group in theirs.param_groups:
+            group["lr"] = lr * group["factor"]
+        theirs.step()
+    for shard in model.shards:
+        torch.testing.assert_close(shard.local_tensor, copies[shard.name].detach(), rtol=1e-12, atol=1e-12)
+    assert not any("embedding" in name for name in optimizer.state_tensors())
+
+
+def test_decoupled_decay_follows_the_schedule_and_not_the_rate() -> None:
+    """Loshchilov and Hutter's: at half of the peak, half of it. PyTorch's has it with weight_decay / peak."""
+    model = one_process_model(tiny_config("llama", layers=1), length=8, precision="fp64")
+    options = Optimizer.model_validate({"lr": 1e-2, "weight_decay": 1e-3, "decoupled": True, "clip": None})
+    optimizer = AdamW(model.shards, options, CPU)
+    copies = [torch.nn.Parameter(shard.local_tensor.clone()) for shard in model.shards]
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [copy for copy in copies if copy.dim() > 1], "weight_decay": 1e-3 / 1e-2},
+            {"params": [copy for copy in copies if copy.dim() == 1], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+    )
+    for lr in (1e-2, 5e-3, 2e-3):
+        before = [copy.detach().clone() for copy in copies]
+        for shard, copy in zip(model.shards, copies, strict=True):
+            shard.tensor.grad, copy.grad = torch.zeros_like(shard.tensor), torch.zeros_like(copy)
+        optimizer.step(lr, squared_grad_norm(model.shards).sqrt(), GOOD)
+        for group in theirs.param_groups:
+            group["lr"] = lr
+        theirs.step()
+        for shard, copy, old in zip(model.shards, copies, before, strict=True):
+            torch.testing.assert_close(shard.local_tensor, copy.detach(), rtol=1e-13, atol=1e-13)
+            if copy.dim() > 1:
+                torch.testing.assert_close(copy.detach(), old * (1 - 1e-3 * lr / 1e-2), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "optimizer"),
+    [
+        ("dense", "dp=2,shard=full,micro_batch=2", OPTIMIZER),
+        ("tied", "tp=2,pp=2,micro_batch=4", OPTIMIZER),
+        pytest.param("moe", "tp=2,ep=2,micro_batch=4", WITH_MUON, marks=pytest.mark.full),
+        pytest.param("dense", "pp=2,micro_batch=2", OPTIMIZER, marks=pytest.mark.full),
+        pytest.param("dense", "tp=2,micro_batch=4", WITH_MUON, marks=pytest.mark.full),
+    ],
+)
+def test_a_layout_trains_groups_as_one_process_does(
+    small_runs: SmallRuns, model: str, layout: str, optimizer: str
+) -> None:
+    expected, folder = small_runs.alone(model, optimizer), small_runs.new_folder()
+    small_runs.train(folder, model, layout, optimizer, "train.steps=9")
+    actual = small_runs.train(folder, model, ALONE, optimizer)
+    assert difference(expected, actual, "loss") <= 1e-9
+    assert difference(expected, actual, "grad_norm") <= 1e-9
+    first, last = state(folder, 9), state(folder, 20)
+    assert torch.equal(first["model.embedding.weight"], last["model.embedding.weight"])
+    assert not torch.equal(first["model.norm.weight"], last["model.norm.weight"])
+    assert not [name for name in last if name.startswith("optimizer.") and name.endswith("embedding.weight")]
+
+
+def problems(*patterns: str, freeze: bool = False) -> list[str]:
+    keys = {"freeze": True} if freeze else {"lr_scale": 0.5}
+    groups = [ParameterGroup.model_validate({"match": pattern, **keys}) for pattern in patterns]
+    names = [parameter.name for parameter in parameters(tiny_config("llama"))]
+    return [f"{problem.path}: {problem.what}; {problem.hint}" for problem in group_problems(groups, names)]
+
+
+def test_a_pattern_without_a_tensor_is_refused_with_the_nearest_names() -> None:
+    (problem,) = problems("*.norm.weight", "layers.*.attention.query.weight")
+    assert problem.startswith(
+        "(1, 'match'): no tensor is called `layers.*.attention.query.weight`; near it: layers.*.attention.q"
+    )
+
+
+def test_a_group_that_an_earlier_one_leaves_nothing_is_refused() -> None:
+    assert problems("layers.*", "layers.0.*") == [
+        "(1, 'match'): an earlier group has every tensor that is called `layers.0.*`; "
+        "put it before that group, or delete it"
+    ]
+
+
+def test_a_model_that_is_frozen_as_a_whole_is_refused() -> None:
+    assert problems("*", freeze=True) == ["(): every tensor is frozen: nothing would be trained; leave some out"]
