@@ -17,7 +17,7 @@ Shapes: L whole row, S columns of this context-parallel rank, B rows of a micro-
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,6 +34,11 @@ _FLEX_MIN_HEAD_DIM = 16
 def document_positions(document_starts: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Return the position of each of these columns [S] within its document: int64 [S, B]."""
     return columns[:, None] - document_starts[:, columns].t()
+
+
+def has_block_attention(device: torch.device, head_dim: int) -> bool:
+    """Whether attention under a mask is FlexAttention's here."""
+    return device.type == "cuda" and head_dim >= _FLEX_MIN_HEAD_DIM
 
 
 def document_masks(
@@ -57,7 +62,7 @@ def _mask(document_starts: torch.Tensor, begin: int, end: int, window: int | Non
     first_key = document_starts[:, begin:end]
     if window is not None:
         first_key = torch.maximum(first_key, columns - (window - 1))
-    if document_starts.is_cuda and head_dim >= _FLEX_MIN_HEAD_DIM:
+    if has_block_attention(document_starts.device, head_dim):
         return _block_mask(first_key.contiguous(), begin, end)
     keys = torch.arange(end, device=document_starts.device)
     return ((keys >= first_key[..., None]) & (keys <= columns[:, None]))[:, None]
@@ -91,11 +96,26 @@ def _block_mask(first_key: torch.Tensor, begin: int, end: int) -> BlockMask:
     )
 
 
-def block_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask) -> torch.Tensor:
-    """Attend from [B, heads, Q, D] to [B, groups, K, D] under a block mask."""
+def block_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: BlockMask,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """Attend from [B, heads, Q, D] to [B, groups, K, D] under a block mask; `scale`, `soft_cap`: of the scores."""
     # Blocks of the decoder are compiled as a whole; outside of them the kernel is compiled by itself.
     function: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
-    return function(query, key, value, block_mask=mask, enable_gqa=True)
+    changed = None if soft_cap is None else partial(_capped, soft_cap)
+    return function(query, key, value, score_mod=changed, block_mask=mask, scale=scale, enable_gqa=True)
+
+
+def _capped(
+    cap: float, score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+) -> torch.Tensor:
+    return cap * torch.tanh(score / cap)
 
 
 @cache

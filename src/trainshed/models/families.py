@@ -7,12 +7,13 @@ Otherwise it is an error that names it.
 
 from __future__ import annotations
 
-import json
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from trainshed.errors import InputError
+from trainshed.models.hf_attention import HfAttentionReader, WindowStyle, as_json, write_rope, write_windows
 from trainshed.plugins import Registry
 from trainshed.recipe import ModelConfig
 from trainshed.recipe.model import FamilyName, family_decoder
@@ -49,6 +50,19 @@ class HfFamily:
     names: HfTensorNames
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rope_base: float = 10000.0
+    local_rope_base: float | Literal["base"] | None = None
+    """Of layers with a window, if they have a rotary table of their own, which is never stretched."""
+    rope_fraction: float | None = None
+    """Which part of a head is turned if the config does not say; None: all of it, and the config has no say."""
+    refused_rope_kinds: tuple[str, ...] = ()
+    """Kinds of stretching that mean something else in this family."""
+    window_style: WindowStyle = "none"
+    full_attention_every: int = 1
+    """With `layer_types` left out, every so many layers one has no window."""
+    asks_window_layers: bool = True
+    """Whether the first `max_window_layers` have no window, where windows are switched."""
+    unread: frozenset[str] = frozenset()
+    """Keys that stand in published configs and that no layer of this family reads."""
     decoder: FamilyName = "llama"
     """Of a family that a plugin registers: the built-in one whose decoder it has, and whose config it writes."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -72,6 +86,16 @@ _DENSE = HfTensorNames(
     "model.",
     "model.layers.{layer}.",
     _ATTENTION | {"mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.down": ("mlp.down_proj",)},
+)
+_POST_NORMS = {
+    "attention.post_norm": ("post_attention_layernorm",),
+    "mlp.post_norm": ("post_feedforward_layernorm",),
+}
+_OLMO2 = HfTensorNames(
+    _DENSE.base,
+    _DENSE.layer,
+    {name: theirs for name, theirs in _DENSE.tensors.items() if name not in ("attention.norm", "mlp.norm")}
+    | _POST_NORMS,
 )
 _MIXTRAL = HfTensorNames(
     "model.",
@@ -136,9 +160,23 @@ _DEFAULTS = {
 }
 _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
     "llama": HfFamily("LlamaForCausalLM", _COMMON, _DEFAULTS | {"num_key_value_heads": None}, _DENSE),
-    "mistral": HfFamily("MistralForCausalLM", _COMMON, _DEFAULTS | {"sliding_window": 4096}, _DENSE),
-    "qwen2": HfFamily("Qwen2ForCausalLM", _COMMON, _DEFAULTS, _DENSE),
-    "qwen3": HfFamily("Qwen3ForCausalLM", _COMMON, _DEFAULTS | {"head_dim": 128}, _DENSE),
+    "mistral": HfFamily(
+        "MistralForCausalLM", _COMMON, _DEFAULTS | {"sliding_window": 4096}, _DENSE, window_style="all"
+    ),
+    "qwen2": HfFamily("Qwen2ForCausalLM", _COMMON, _DEFAULTS, _DENSE, window_style="switched"),
+    "qwen3": HfFamily("Qwen3ForCausalLM", _COMMON, _DEFAULTS | {"head_dim": 128}, _DENSE, window_style="switched"),
+    "olmo2": HfFamily(
+        "Olmo2ForCausalLM", _COMMON, _DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": None}, _OLMO2
+    ),
+    "olmo3": HfFamily(
+        "Olmo3ForCausalLM",
+        _COMMON,
+        _DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": None, "sliding_window": 4096},
+        _OLMO2,
+        local_rope_base="base",
+        window_style="pattern",
+        full_attention_every=4,
+    ),
     "mixtral": HfFamily(
         "MixtralForCausalLM",
         _WITH_EXPERTS,
@@ -146,6 +184,7 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
         _MIXTRAL,
         {"experts": ("num_local_experts",), "top_k": ("num_experts_per_tok",), "ffn": ("intermediate_size",)},
         rope_base=1e6,
+        window_style="all",
     ),
     "qwen3_moe": HfFamily(
         "Qwen3MoeForCausalLM",
@@ -159,6 +198,8 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
             "ffn": ("moe_intermediate_size",),
             "normalize_top_k": ("norm_topk_prob",),
         },
+        window_style="switched",
+        asks_window_layers=False,
     ),
     "gpt2": HfFamily(
         "GPT2LMHeadModel",
@@ -245,23 +286,15 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": config.family}
     written |= {hf_key: getattr(config, native_key) for native_key, hf_key in family.keys.items()}
     written[family.keys["activation"]] = _activation_name(config)
+    decoder = family_decoder(config.family)
     if config.rope is not None:
-        written["rope_theta"] = config.rope.base
-        written["rope_scaling"] = _rope_scaling(config)
+        written |= write_rope(config, HF_FAMILIES[decoder]) | write_windows(config, HF_FAMILIES[decoder])
     if config.moe is not None:
         written |= {hf_key[0]: getattr(config.moe, native_key) for native_key, hf_key in family.experts.items()}
-    decoder = family_decoder(config.family)
     if decoder == "qwen3_moe" and config.moe is not None:
         # Read by no layer; the published models have this product here.
         written["intermediate_size"] = config.moe.ffn * config.moe.top_k
         written |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    if decoder in ("mistral", "mixtral"):
-        written["sliding_window"] = config.sliding_window
-    elif decoder.startswith("qwen"):
-        written["use_sliding_window"] = config.sliding_window is not None
-        written["sliding_window"] = config.sliding_window
-        if decoder != "qwen3_moe":
-            written["max_window_layers"] = config.layers if config.sliding_window is None else 0
     back = read_hf_config(written, "config.json")
     lost = [key for key in ModelConfig.model_fields if getattr(back, key) != getattr(config, key)]
     if lost:
@@ -275,7 +308,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 def config_differences(wanted: ModelConfig, stored: ModelConfig) -> list[str]:
     """Say where two architectures differ, key by key: that of a recipe and that of its base weights."""
     return [
-        f"`{key}` is {_as_json(getattr(wanted, key))}, of the weights it is {_as_json(getattr(stored, key))}"
+        f"`{key}` is {as_json(getattr(wanted, key))}, of the weights it is {as_json(getattr(stored, key))}"
         for key in ModelConfig.model_fields
         if key != "init_std" and getattr(wanted, key) != getattr(stored, key)
     ]
@@ -290,15 +323,13 @@ class _ConfigReader:
         self.key_locations: dict[KeyPath, str] = {}
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
-            raise self._error(
-                f"`model_type: {_as_json(model_type)}` is no family", f"known are {', '.join(HF_FAMILIES)}"
-            )
+            raise self._error(f"`model_type: {as_json(model_type)}` is not a family here", _nearest_family(model_type))
         self._name = model_type
         self._family, self._decoder = HF_FAMILIES[self._name], family_decoder(self._name)
         architectures = config.get("architectures") or [self._family.architecture]
         if architectures != [self._family.architecture]:
             raise self._error(
-                f"`architectures: {_as_json(architectures)}` is not the language model of {self._name}",
+                f"`architectures: {as_json(architectures)}` is not the language model of {self._name}",
                 f"only {self._family.architecture} is read",
             )
 
@@ -311,7 +342,7 @@ class _ConfigReader:
                 type(config[native_key]) is not int or config[native_key] < 1
             ):
                 raise self._error(
-                    f"`{hf_key}: {_as_json(config[native_key])}` is no size", "write a whole number from 1 up"
+                    f"`{hf_key}: {as_json(config[native_key])}` is no size", "write a whole number from 1 up"
                 )
         config["activation"] = self._activation(self._family.keys["activation"])
         config["kv_heads"] = config.get("kv_heads") or config["heads"]
@@ -319,8 +350,11 @@ class _ConfigReader:
         if self._decoder == "gpt2":
             config["ffn"] = config["ffn"] or 4 * config["hidden"]
         else:
-            config["rope"] = self._rope()
-            config["sliding_window"] = self._sliding_window(config["layers"])
+            attention = HfAttentionReader(self._config, HF_FAMILIES[self._decoder], self._where, _UNREAD_HINT)
+            config |= attention.windows(config["layers"])
+            config["rope"] = attention.rope(windowed=config["sliding_window"] is not None)
+            self._read |= attention.read
+            self.key_locations |= attention.key_locations
         if self._family.experts:
             config["moe"] = {}
             for native_key, names in self._family.experts.items():
@@ -332,10 +366,12 @@ class _ConfigReader:
         return config
 
     def check_unread_keys(self) -> None:
-        rest = {key: value for key, value in self._config.items() if key not in self._read | _HARMLESS}
+        rest = {
+            key: value for key, value in self._config.items() if key not in self._read | _HARMLESS | self._family.unread
+        }
         refused = [key for key, value in rest.items() if (value != _ONLY_VALUE[key] if key in _ONLY_VALUE else value)]
         if refused:
-            shown = ", ".join(f"`{key}: {_as_json(rest[key])}`" for key in sorted(refused))
+            shown = ", ".join(f"`{key}: {as_json(rest[key])}`" for key in sorted(refused))
             raise self._error(f"the {self._name} decoder here has nothing for {shown}", _UNREAD_HINT)
 
     def _take(self, key: str) -> Any:
@@ -349,86 +385,47 @@ class _ConfigReader:
     def _activation(self, key: str) -> str:
         name = self._take(key)
         if name not in _ACTIVATIONS:
-            raise self._error(f"`{key}: {_as_json(name)}` is not known", f"known are {', '.join(_ACTIVATIONS)}")
+            raise self._error(f"`{key}: {as_json(name)}` is not known", f"known are {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[name]
-
-    def _rope(self) -> dict[str, Any]:
-        """Both styles: transformers 4 writes `rope_theta` and `rope_scaling`, 5 all of it into `rope_parameters`."""
-        written = [key for key in ("rope_scaling", "rope_parameters") if self._config.get(key)]
-        self._read.update(("rope_scaling", "rope_parameters", "rope_theta"))
-        if len(written) == 2 and self._config["rope_scaling"] != self._config["rope_parameters"]:
-            raise self._error("`rope_scaling` and `rope_parameters` contradict each other", "keep one of them")
-        name = written[0] if written else "rope_scaling"
-        nested = dict(self._config.get(name) or {})
-        bases = {base for base in (self._config.get("rope_theta"), nested.pop("rope_theta", None)) if base is not None}
-        if len(bases) > 1:
-            raise self._error(f"`rope_theta` stands there twice, as {' and '.join(map(str, bases))}", "keep one")
-        legacy = nested.pop("type", None)
-        kind = nested.pop("rope_type", None) or legacy or "default"
-        scaling: dict[str, Any] | None = None
-        if kind in ("linear", "llama3"):
-            scaling = {"kind": kind, "factor": nested.pop("factor", None)}
-            self.key_locations[("rope", "scaling")] = name
-        if kind == "llama3":
-            scaling = (scaling or {}) | {
-                "low_frequency_factor": nested.pop("low_freq_factor", None),
-                "high_frequency_factor": nested.pop("high_freq_factor", None),
-                "original_positions": nested.pop("original_max_position_embeddings", None),
-            }
-        elif kind not in ("default", "linear"):
-            raise self._error(f"`{name}.rope_type: {kind}` is not known", "known are default, linear and llama3")
-        rest = [key for key, value in nested.items() if value is not None and value != _ONLY_VALUE.get(key)]
-        if rest:
-            shown = ", ".join(f"`{name}.{key}: {_as_json(nested[key])}`" for key in rest)
-            raise self._error(f"rotary positions of kind {kind} have nothing for {shown}", _UNREAD_HINT)
-        return {"base": next(iter(bases), self._family.rope_base), "scaling": scaling}
-
-    def _sliding_window(self, layers: int) -> int | None:
-        """One window for all layers or none; a family without the key has none."""
-        if self._decoder in ("mistral", "mixtral"):
-            return self._take("sliding_window")
-        if not self._decoder.startswith("qwen"):
-            return None
-        self._read.update(("use_sliding_window", "sliding_window", "layer_types"))
-        window = self._config.get("sliding_window", 4096) if self._config.get("use_sliding_window") else None
-        kinds = self._config.get("layer_types")
-        if window is None and not kinds:
-            return None
-        if self._decoder == "qwen3_moe":
-            full = 0  # its layers do not ask `max_window_layers`
-        elif kinds:
-            full = sum(kind == "full_attention" for kind in kinds)
-        else:
-            full = min(self._config.get("max_window_layers", 28), layers)
-        if 0 < full < layers or (kinds and not set(kinds) <= {"full_attention", "sliding_attention"}):
-            key = "layer_types" if kinds else "max_window_layers"
-            raise self._error(
-                f"`{key}: {_as_json(self._config.get(key))}` gives some layers another attention than others",
-                "only models with the same attention in every layer are read",
-            )
-        return window if full == 0 else None
 
     def _error(self, what: str, hint: str) -> InputError:
         return InputError(what, where=self._where, hint=hint)
+
+
+# Families that are not here, by the beginning of their `model_type`, and what is nearest to them.
+_NEAREST_FAMILY = {
+    "gemma3n": "gemma3_text",
+    "gemma3": "gemma3_text",
+    "gemma": "gemma2",
+    "phi": "phi3",
+    "olmo": "olmo2",
+    "nemotron": "nemotron",
+    "gpt_oss": "gpt_oss",
+    "gpt": "gpt2",
+    "qwen3": "qwen3",
+    "qwen": "qwen2",
+    "mixtral": "mixtral",
+    "ministral": "mistral",
+    "deepseek_v2": "deepseek_v3",
+    "llama": "llama",
+    "smollm": "llama",
+    "granite": "llama",
+    "yi": "llama",
+}
+
+
+def _nearest_family(model_type: Any) -> str:
+    """Say which family here is nearest to one that is not."""
+    known = f"known are {', '.join(HF_FAMILIES)}"
+    if not isinstance(model_type, str):
+        return known
+    begins = [nearest for start, nearest in _NEAREST_FAMILY.items() if model_type.startswith(start)]
+    candidates = [*begins, *difflib.get_close_matches(model_type, list(HF_FAMILIES), n=1, cutoff=0.5)]
+    near = next((name for name in candidates if name in HF_FAMILIES), None)
+    return known if near is None else f"the nearest here is {near}, which computes something else; {known}"
 
 
 def _activation_name(config: ModelConfig) -> str:
     if config.activation == "gelu_tanh":
         return "gelu_new" if family_decoder(config.family) == "gpt2" else "gelu_pytorch_tanh"
     return config.activation
-
-
-def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    scaling = config.rope.scaling if config.rope is not None else None
-    if scaling is None:
-        return None
-    written: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        written["low_freq_factor"] = scaling.low_frequency_factor
-        written["high_freq_factor"] = scaling.high_frequency_factor
-        written["original_max_position_embeddings"] = scaling.original_positions
-    return written
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, default=str)

@@ -76,21 +76,29 @@ def parameters(config: ModelConfig) -> Iterator[Parameter]:
 def layer_parameters(config: ModelConfig, layer: int) -> Iterator[Parameter]:
     """Yield the tensors of one layer."""
     prefix, hidden, head_dim = f"layers.{layer}", config.hidden, config.head_dim
-    yield from _norm_parameters(config, f"{prefix}.attention.norm", layer)
+    if config.norm_placement != "post":
+        yield from _norm_parameters(config, f"{prefix}.attention.norm", layer)
     rows = (config.heads + 2 * config.kv_heads) * head_dim
     yield Parameter(f"{prefix}.attention.qkv.weight", (rows, hidden), 0, "normal", layer)
     if config.qkv_bias:
         yield Parameter(f"{prefix}.attention.qkv.bias", (rows,), 0, "zeros", layer)
     if config.qk_norm:
-        yield Parameter(f"{prefix}.attention.query_norm.weight", (head_dim,), None, "ones", layer)
-        yield Parameter(f"{prefix}.attention.key_norm.weight", (head_dim,), None, "ones", layer)
+        whole = config.qk_norm_span == "projection"
+        for name, heads in (("query", config.heads), ("key", config.kv_heads)):
+            shape, tp_dim = ((heads * head_dim,), 0) if whole else ((head_dim,), None)
+            yield Parameter(f"{prefix}.attention.{name}_norm.weight", shape, tp_dim, _norm_init(config), layer)
     yield Parameter(f"{prefix}.attention.out.weight", (hidden, config.heads * head_dim), 1, "output", layer)
     if config.output_bias:
         yield Parameter(f"{prefix}.attention.out.bias", (hidden,), None, "zeros", layer)
-    yield from _norm_parameters(config, f"{prefix}.mlp.norm", layer)
+    if config.norm_placement != "pre":
+        yield from _norm_parameters(config, f"{prefix}.attention.post_norm", layer)
+    if config.norm_placement != "post":
+        yield from _norm_parameters(config, f"{prefix}.mlp.norm", layer)
     if config.moe is None:
         assert config.ffn is not None, "the schema asks for it wherever there are no experts"
         yield from _mlp_parameters(config, f"{prefix}.mlp", config.ffn, layer)
+        if config.norm_placement != "pre":
+            yield from _norm_parameters(config, f"{prefix}.mlp.post_norm", layer)
         return
     moe = config.moe
     up = 2 * moe.ffn if config.gated else moe.ffn
@@ -113,8 +121,12 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(parameter.size for parameter in parameters(config))
 
 
+def _norm_init(config: ModelConfig) -> InitScheme:
+    return "zeros" if config.zero_centered_norms else "ones"
+
+
 def _norm_parameters(config: ModelConfig, name: str, layer: int | None) -> Iterator[Parameter]:
-    yield Parameter(f"{name}.weight", (config.hidden,), None, "ones", layer)
+    yield Parameter(f"{name}.weight", (config.hidden,), None, _norm_init(config), layer)
     if config.norm == "layer":
         yield Parameter(f"{name}.bias", (config.hidden,), None, "zeros", layer)
 

@@ -83,6 +83,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         vocab_start: int,
         vocab_size: int,
         trained_start: int,
+        soft_cap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         wants_grad = any(ctx.needs_input_grad)
@@ -102,7 +103,8 @@ class _LinearTokenLoss(torch.autograd.Function):
             counted = label != IGNORE_INDEX
             share = counted.to(wide) * scale.to(wide)
             with torch.set_grad_enabled(wants_grad):
-                logits = VocabularyLogits(values, group, vocab_start, vocab_size)
+                capped = values if soft_cap is None else soft_cap * torch.tanh(values / soft_cap)
+                logits = VocabularyLogits(capped, group, vocab_start, vocab_size)
                 known = torch.where(counted, label, 0)
                 slice_loss = (rule.loss(logits, known) * share).sum()
                 term = rule.extra(logits, known)
@@ -127,7 +129,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         factor = grads[0]
         scaled = None if grad_weight is None else grad_weight * factor.to(grad_weight.dtype)
         placed = cross_entropy.place_row_gradients(ctx, (grad_hidden * factor.to(grad_hidden.dtype), scaled))
-        return *placed, *(None,) * 7
+        return *placed, *(None,) * 8
 
 
 def linear_token_loss(
@@ -142,13 +144,15 @@ def linear_token_loss(
     vocab_size: int,
     trained_rows: torch.Tensor | None = None,
     trained_start: int = 0,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (loss, the extra part of it) of hidden states [T, H] against labels [T], as `linear_cross_entropy` does.
 
     `weight` [V, H] is this rank's part of the vocabulary, from `vocab_start` on. The result is the same on all ranks of
-    the group, the gradient of `hidden` this rank's part of a sum. `trained_rows` are those of `linear_cross_entropy`.
+    the group, the gradient of `hidden` this rank's part of a sum. `trained_rows` and
+    `soft_cap` are those of `linear_cross_entropy`.
     """
     total, extra = _LinearTokenLoss.apply(
-        hidden, weight, trained_rows, labels, scale, rule, group, vocab_start, vocab_size, trained_start
+        hidden, weight, trained_rows, labels, scale, rule, group, vocab_start, vocab_size, trained_start, soft_cap
     )
     return total, extra.detach()

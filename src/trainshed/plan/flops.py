@@ -131,8 +131,11 @@ def attention_flops(config: ModelConfig, sequence_length: float, *, causal: bool
 
 
 def mean_keys(config: ModelConfig, sequence_length: float) -> float:
-    """Return how many keys a token attends to, on average over a sequence with causal attention."""
-    return causal_keys(config.sliding_window, sequence_length)
+    """Return how many keys a token attends to, on average over layers and a sequence with causal attention."""
+    if config.attention_pattern is None:
+        return causal_keys(config.sliding_window, sequence_length)
+    windows = [config.layer_window(layer) for layer in range(config.layers)]
+    return sum(causal_keys(window, sequence_length) for window in windows) / config.layers
 
 
 def causal_keys(window: int | None, sequence_length: float) -> float:

@@ -59,6 +59,9 @@ def shrink(
         sequence_length, max(_TOKENS, 2 * layout.cp * layout.tp), 2, 2 * layout.cp, layout.cp * layout.tp
     )
     model = _model(config, layout, sequence_length, length) | {"layers": sum(stages)}
+    if config.attention_pattern is not None:
+        # Both kinds of attention, where there is room for both.
+        model["attention_pattern"] = ["window", "full"] if sum(stages) > 1 else None
     shrunk = ModelConfig.model_validate(config.model_dump(exclude_none=True) | model)
     sizes: list[int] = []
     for count in counts:
@@ -97,7 +100,7 @@ def _model(config: ModelConfig, layout: RankLayout, sequence_length: int, length
         "init_std": config.init_std * (config.hidden / hidden) ** 0.5,
         "heads": kv_heads * _smallest_like(config.heads // config.kv_heads, 2, 2),
         "kv_heads": kv_heads,
-        "head_dim": min(config.head_dim, _HEAD_DIM),
+        "head_dim": _head_dim(config),
         "vocab_size": _smallest_like(config.vocab_size, max(_VOCABULARY, 2 * tp), 2, tp, tp * shares),
         "max_positions": _smallest_like(config.max_positions, length, 2, shares),
     }
@@ -116,6 +119,14 @@ def _model(config: ModelConfig, layout: RankLayout, sequence_length: int, length
             "shared_ffn": _smallest_like(moe.shared_ffn, max(_EXPERT_FFN, 2 * tp), 2, tp, tp * shares),
         }
     return sizes
+
+
+def _head_dim(config: ModelConfig) -> int:
+    """A small head, of which the part that is turned is even."""
+    if config.rope is None:
+        return min(config.head_dim, _HEAD_DIM)
+    fits = (size for size in range(_HEAD_DIM, config.head_dim, 2) if config.rope.rotary_dim(size) % 2 == 0)
+    return next((size for size in fits if config.rope.rotary_dim(size) > 0), config.head_dim)
 
 
 def _stages(layout: RankLayout) -> tuple[int, ...]:

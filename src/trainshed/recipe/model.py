@@ -7,7 +7,7 @@ the family leaves open can be written over; what it fixes cannot.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, Tag, model_validator
@@ -24,7 +24,8 @@ from trainshed.recipe.section import (
     by_shape,
 )
 
-FamilyName = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2"]
+FamilyName = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2", "olmo2", "olmo3"]
+AttentionKind = Literal["window", "full"]
 
 _ROPE_DECODER: dict[str, Any] = {
     "norm": "rms",
@@ -34,7 +35,12 @@ _ROPE_DECODER: dict[str, Any] = {
     "output_bias": False,
     "mlp_bias": False,
     "qk_norm": False,
+    "norm_placement": "pre",
+    "zero_centered_norms": False,
+    "qk_norm_span": "head",
+    "scaled_embeddings": False,
 }
+_OLMO = _ROPE_DECODER | {"qk_norm": True, "qk_norm_span": "projection", "norm_placement": "post"}
 # What makes a family: Hugging Face's modelling code of the same name.
 FIXED_BY_FAMILY: dict[str, dict[str, Any]] = {
     "llama": _ROPE_DECODER,
@@ -51,7 +57,13 @@ FIXED_BY_FAMILY: dict[str, dict[str, Any]] = {
         "output_bias": True,
         "mlp_bias": True,
         "qk_norm": False,
+        "norm_placement": "pre",
+        "zero_centered_norms": False,
+        "qk_norm_span": "head",
+        "scaled_embeddings": False,
     },
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
 }
 DEFAULT_BY_FAMILY: dict[str, dict[str, Any]] = {
     "llama": {"norm_eps": 1e-5, "activation": "silu", "tied_embeddings": False},
@@ -61,6 +73,8 @@ DEFAULT_BY_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
     "qwen3_moe": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
     "gpt2": {"norm_eps": 1e-5, "activation": "gelu_tanh", "tied_embeddings": True},
+    "olmo2": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
+    "olmo3": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
 }
 FILLED_IN = {
     "kv_heads": "`heads`",
@@ -71,29 +85,50 @@ FILLED_IN = {
 _EXPERT_FAMILIES = ("mixtral", "qwen3_moe")
 
 
+_LLAMA3_KEYS = ("low_frequency_factor", "high_frequency_factor", "original_positions")
+_SCALING_KEYS = {
+    "linear": (),
+    "llama3": _LLAMA3_KEYS,
+    "yarn": ("original_positions", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+}
+"""Which keys each kind of stretching reads besides `factor`."""
+
+
 class RopeScaling(Section):
     """How rotary frequencies are stretched for longer contexts."""
 
-    kind: Literal["llama3", "linear"] = Field(
-        description="`llama3` as Llama 3.1 does it, `linear` for all frequencies alike"
+    kind: Literal["llama3", "linear", "yarn"] = Field(
+        description="`llama3` as Llama 3.1 does it, `linear` for all frequencies alike, `yarn` as in Peng et al. 2023"
     )
     factor: PositiveFloat = Field(description="How many times longer the context becomes")
     low_frequency_factor: PositiveFloat | None = Field(None, description="llama3: below this many turns, scale in full")
     high_frequency_factor: PositiveFloat | None = Field(None, description="llama3: above this many turns, leave alone")
-    original_positions: PositiveInt | None = Field(None, description="llama3: context length before the stretch")
+    original_positions: PositiveInt | None = Field(None, description="llama3, yarn: context length before the stretch")
+    beta_fast: PositiveFloat | None = Field(None, description="yarn: above this many turns, leave alone; null: 32")
+    beta_slow: PositiveFloat | None = Field(None, description="yarn: below this many turns, scale in full; null: 1")
+    attention_factor: PositiveFloat | None = Field(
+        None, description="yarn: cosines and sines are multiplied by it; null: 0.1 · ln(factor) + 1"
+    )
+    truncate: bool | None = Field(
+        None, description="yarn: round the bounds of the ramp to whole channels; null: they are rounded"
+    )
 
     def problems(self) -> Iterator[Problem]:
-        """The three llama3 keys belong to llama3, all of them."""
-        for key in ("low_frequency_factor", "high_frequency_factor", "original_positions"):
+        """Each kind reads its own keys; `llama3` needs all of them, `yarn` the context before the stretch."""
+        read = _SCALING_KEYS[self.kind]
+        for key in dict.fromkeys(key for keys in _SCALING_KEYS.values() for key in keys):
             written = getattr(self, key) is not None
-            if self.kind == "llama3" and not written:
+            if key in _LLAMA3_KEYS and key in read and not written:
                 yield Problem(
                     (key,),
                     "is missing",
-                    "Llama 3.1 has low_frequency_factor: 1.0, high_frequency_factor: 4.0, original_positions: 8192",
+                    "Llama 3.1 has low_frequency_factor: 1.0, high_frequency_factor: 4.0, original_positions: 8192"
+                    if self.kind == "llama3"
+                    else "write the context length before the stretch, for example original_positions: 8192",
                 )
-            elif self.kind == "linear" and written:
-                yield Problem((key,), "is not read with `kind: linear`", "delete it, or write `kind: llama3`")
+            elif key not in read and written:
+                kinds = " or ".join(f"`kind: {kind}`" for kind, keys in _SCALING_KEYS.items() if key in keys)
+                yield Problem((key,), f"is not read with `kind: {self.kind}`", f"delete it, or write {kinds}")
 
 
 class Rope(Section):
@@ -101,6 +136,16 @@ class Rope(Section):
 
     base: PositiveFloat = Field(description="The base of the frequencies (rope_theta)", examples=[500000.0])
     scaling: RopeScaling | None = Field(None, description="Stretching for longer contexts")
+    local_base: PositiveFloat | None = Field(
+        None, description="Base in layers with a sliding window, which `scaling` then leaves alone; null: as others"
+    )
+    fraction: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0, description="Which part of each head is turned (partial_rotary_factor)"
+    )
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return how many channels of a head are turned."""
+        return int(head_dim * self.fraction)
 
 
 class Moe(Section):
@@ -139,11 +184,33 @@ class ModelConfig(Section):
     positions: Literal["rope", "learned"] = Field(description="Kind of positions")
     rope: Rope | None = Field(None, description="Rotary positions; needed where the family uses them")
     sliding_window: PositiveInt | None = Field(None, description="Attend to this many tokens back only; null: to all")
+    attention_pattern: Annotated[tuple[AttentionKind, ...], Field(strict=False, min_length=1)] | None = Field(
+        None,
+        description="Which layers have the sliding window, from the first on and repeated; null: all of them",
+        examples=[["window", "full"]],
+    )
+    query_scalar: PositiveFloat | None = Field(
+        None, description="Scores are divided by its square root (query_pre_attn_scalar); null: `head_dim`"
+    )
+    attention_soft_cap: PositiveFloat | None = Field(
+        None, description="Scores stay between ± this, by tanh (attn_logit_softcapping); null: no bound"
+    )
+    logit_soft_cap: PositiveFloat | None = Field(
+        None, description="Logits stay between ± this, by tanh (final_logit_softcapping); null: no bound"
+    )
     tied_embeddings: bool = Field(description="Input and output embedding are one")
     qkv_bias: bool = Field(description="Biases on the query, key and value projections")
     output_bias: bool = Field(description="Bias on the attention's output projection")
     mlp_bias: bool = Field(description="Biases in the feed-forward block")
-    qk_norm: bool = Field(description="Normalise each query and key head")
+    qk_norm: bool = Field(description="Normalise queries and keys")
+    qk_norm_span: Literal["head", "projection"] = Field(
+        "head", description="What `qk_norm` normalises: each head, or all heads of a token together"
+    )
+    norm_placement: Literal["pre", "post", "both"] = Field(
+        "pre", description="Normalise what enters attention and feed-forward block, what leaves them, or both"
+    )
+    zero_centered_norms: bool = Field(False, description="Norms multiply by 1 + weight")
+    scaled_embeddings: bool = Field(False, description="Multiply the embedding by sqrt(hidden)")
     moe: Moe | None = Field(None, description="A mixture of experts in place of the feed-forward block")
     init_std: PositiveFloat = Field(0.02, description="Standard deviation of fresh weights")
 
@@ -176,11 +243,49 @@ class ModelConfig(Section):
                 f"is missing: the family {self.family} has rotary positions",
                 "rope: {base: 10000.0}",
             )
-        if self.positions == "rope" and self.head_dim % 2:
-            yield Problem(("head_dim",), f"{self.head_dim} is odd; rotary positions turn pairs", "write an even number")
+        if self.rope is not None and (turned := self.rope.rotary_dim(self.head_dim)) % 2:
+            if turned == self.head_dim:
+                yield Problem(
+                    ("head_dim",), f"{self.head_dim} is odd; rotary positions turn pairs", "write an even number"
+                )
+            else:
+                yield Problem(
+                    ("rope", "fraction"),
+                    f"{turned} of {self.head_dim} channels would be turned, which is odd",
+                    "write a fraction that gives an even number",
+                )
         if self.positions == "learned" and self.rope is not None:
             yield Problem(("rope",), f"the family {self.family} has learned positions", "delete `rope`")
+        yield from self._pattern_problems()
         yield from self._feed_forward_problems()
+
+    def layer_window(self, layer: int) -> int | None:
+        """Return how many tokens back a layer attends to; None: to all."""
+        pattern = self.attention_pattern
+        return None if pattern is not None and pattern[layer % len(pattern)] == "full" else self.sliding_window
+
+    def has_local_rope(self, layer: int) -> bool:
+        """Whether a layer has the rotary base of layers with a window."""
+        return self.rope is not None and self.rope.local_base is not None and self.layer_window(layer) is not None
+
+    def _pattern_problems(self) -> Iterator[Problem]:
+        pattern = self.attention_pattern
+        if self.rope is not None and self.rope.local_base is not None and self.sliding_window is None:
+            yield Problem(("rope", "local_base"), "is for layers with a window, and there are none", "delete the line")
+        if pattern is None:
+            return
+        if self.sliding_window is None:
+            yield Problem(("sliding_window",), "is missing: `attention_pattern` names layers that have it", "write it")
+        shortest = shortest_pattern([pattern[layer % len(pattern)] for layer in range(self.layers)])
+        if len(shortest) == 1:
+            hint = "delete `attention_pattern`" if shortest[0] == "window" else "delete it and `sliding_window`"
+            yield Problem(("attention_pattern",), f"gives all {self.layers} layers the same attention", hint)
+        elif shortest != pattern:
+            yield Problem(
+                ("attention_pattern",),
+                f"repeats itself, or is longer than the {self.layers} layers",
+                f"write [{', '.join(shortest)}]",
+            )
 
     def _feed_forward_problems(self) -> Iterator[Problem]:
         experts = family_decoder(self.family) in _EXPERT_FAMILIES
@@ -198,6 +303,14 @@ class ModelConfig(Section):
             yield Problem(("ffn",), "is missing", f"ffn: {4 * self.hidden}")
         elif self.moe is not None and self.ffn is not None:
             yield Problem(("ffn",), "is not read where every layer has experts", "write the width as `moe.ffn`")
+
+
+def shortest_pattern(kinds: Sequence[AttentionKind]) -> tuple[AttentionKind, ...]:
+    """Return the shortest pattern that, repeated, gives these kinds of attention layer by layer."""
+    for length in range(1, len(kinds)):
+        if all(kind == kinds[layer % length] for layer, kind in enumerate(kinds)):
+            return tuple(kinds[:length])
+    return tuple(kinds)
 
 
 def _is_family(name: Any) -> bool:

@@ -28,6 +28,7 @@ _LLAMA3 = {
     "high_frequency_factor": 4.0,
     "original_positions": 32,
 }
+_YARN = {"kind": "yarn", "factor": 8.0, "original_positions": 16}
 _TINY: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **_SIZES, "rope": {"base": 10000.0}},
     # As Llama 3.1 and 3.2: stretched frequencies (some of each kind at these sizes), one embedding.
@@ -51,10 +52,30 @@ _TINY: dict[str, dict[str, Any]] = {
         "rope": {"base": 1e6},
         "moe": {"experts": 4, "top_k": 2, "ffn": 24, "normalize_top_k": False},
     },
+    "llama-yarn": {"family": "llama", **_SIZES, "rope": {"base": 1e4, "scaling": _YARN}},
+    # Some layers windowed and others not, as Qwen's `max_window_layers` has it.
+    "qwen2-mixed": {
+        "family": "qwen2",
+        **_SIZES,
+        "layers": 3,
+        "rope": {"base": 1e6},
+        "sliding_window": 8,
+        "attention_pattern": ["full", "window", "window"],
+    },
+    "olmo2": {"family": "olmo2", **_SIZES, "rope": {"base": 500000.0}},
+    "olmo3": {
+        "family": "olmo3",
+        **_SIZES,
+        "layers": 5,
+        "kv_heads": 4,
+        "rope": {"base": 500000.0, "local_base": 500000.0, "scaling": _YARN | {"attention_factor": 1.2}},
+        "sliding_window": 8,
+        "attention_pattern": ["window", "window", "window", "full"],
+    },
     "gpt2": {"family": "gpt2", **_SIZES, "kv_heads": 4, "ffn": 128},
     "gpt2-untied": {"family": "gpt2", **_SIZES, "kv_heads": 4, "ffn": 96, "tied_embeddings": False, "norm_eps": 1e-3},
 }
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2", "olmo2", "olmo3")
 """One tiny model of each family."""
 VARIANTS = tuple(_TINY)
 """All tiny models: the families, and what a family can be besides."""
@@ -121,6 +142,7 @@ def transformers_config(config: ModelConfig) -> Any:
             bos_token_id=0,
             eos_token_id=0,
         )
+    assert config.rope is not None
     keys: dict[str, Any] = {
         "num_hidden_layers": config.layers,
         "hidden_size": config.hidden,
@@ -142,7 +164,17 @@ def transformers_config(config: ModelConfig) -> Any:
         case "mistral":
             return hf.MistralConfig(**keys, sliding_window=config.sliding_window)
         case "qwen2":
-            return hf.Qwen2Config(**keys)
+            if config.attention_pattern is None:
+                return hf.Qwen2Config(**keys)
+            return hf.Qwen2Config(
+                **keys, use_sliding_window=True, sliding_window=config.sliding_window, max_window_layers=1
+            )
+        case "olmo2":
+            return hf.Olmo2Config(**keys)
+        case "olmo3":
+            local = {"rope_type": "default", "rope_theta": config.rope.local_base or config.rope.base}
+            keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": local}
+            return hf.Olmo3Config(**keys, sliding_window=config.sliding_window)
         case "qwen3":
             return hf.Qwen3Config(**keys)
     moe = config.moe
@@ -161,6 +193,9 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rope.scaling
     if scaling is not None:
         found |= {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling is not None and scaling.kind == "yarn":
+        found["original_max_position_embeddings"] = scaling.original_positions
+        found |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
     if scaling is not None and scaling.kind == "llama3":
         found["low_freq_factor"] = scaling.low_frequency_factor
         found["high_freq_factor"] = scaling.high_frequency_factor

@@ -29,10 +29,11 @@ from trainshed.checkpoints.weights import Weights
 from trainshed.errors import CorruptData, InputError
 from trainshed.models.attention import rotary_table
 from trainshed.models.collectives import ParallelAxes
-from trainshed.models.decoder import DecoderLayer, Regularization
+from trainshed.models.decoder import DecoderLayer, Regularization, cap_logits, scale_embedding
 from trainshed.models.families import HF_FAMILIES
 from trainshed.models.layers import Norm
 from trainshed.models.parameters import Parameter, layer_parameters, parameters
+from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
 
 LOGITS = "logits"
@@ -69,11 +70,7 @@ def layer_states(
     reader = _LayerReader(weights, dtype)
     table = {parameter.name: parameter for parameter in parameters(config) if parameter.layer is None}
     positions = torch.arange(length)
-    rotary = None
-    if config.positions == "rope":
-        cosine, sine = rotary_table(config, positions)
-        rotary = cosine[:, None, None], sine[:, None, None]
-    x = reader.rows(table["embedding.weight"], tokens.t())
+    x = scale_embedding(reader.rows(table["embedding.weight"], tokens.t()), config)
     if config.positions == "learned":
         x = x + reader.rows(table["positions.weight"], positions)[:, None]
     yield LayerState("embedding", x.transpose(0, 1))
@@ -82,7 +79,7 @@ def layer_states(
             block = DecoderLayer(config, ParallelAxes(), Regularization(), layer, "none")
         layer_table = {parameter.name: parameter for parameter in layer_parameters(config, layer)}
         reader.fill(block, f"layers.{layer}.", layer_table)
-        x, _ = block(x, rotary, None, None, positions)
+        x, _ = block(x, _rotary(config, layer, positions), None, None, positions)
         advance(1)
         if layer < config.layers - 1:
             yield LayerState(f"layer {layer}", x.transpose(0, 1))
@@ -92,7 +89,14 @@ def layer_states(
     x = norm(x)
     yield LayerState(f"layer {config.layers - 1}", x.transpose(0, 1))
     head = table["embedding.weight" if config.tied_embeddings else "head.weight"]
-    yield LayerState(LOGITS, reader.logits(head, x).transpose(0, 1))
+    yield LayerState(LOGITS, cap_logits(reader.logits(head, x), config).transpose(0, 1))
+
+
+def _rotary(config: ModelConfig, layer: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if config.positions != "rope":
+        return None
+    cosine, sine = rotary_table(config, positions, local=config.has_local_rope(layer))
+    return cosine[:, None, None], sine[:, None, None]
 
 
 def probe_loss(logits: torch.Tensor, vocab_size: int) -> float:
