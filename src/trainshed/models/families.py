@@ -97,6 +97,15 @@ _OLMO2 = HfTensorNames(
     {name: theirs for name, theirs in _DENSE.tensors.items() if name not in ("attention.norm", "mlp.norm")}
     | _POST_NORMS,
 )
+_GEMMA = HfTensorNames(
+    _DENSE.base, _DENSE.layer, dict(_DENSE.tensors) | _POST_NORMS | {"mlp.norm": ("pre_feedforward_layernorm",)}
+)
+_PHI3 = HfTensorNames(
+    _DENSE.base,
+    _DENSE.layer,
+    dict(_DENSE.tensors) | {"attention.qkv": ("self_attn.qkv_proj",), "mlp.gate_up": ("mlp.gate_up_proj",)},
+)
+_NEMOTRON = HfTensorNames(_DENSE.base, _DENSE.layer, dict(_DENSE.tensors) | {"mlp.up": ("mlp.up_proj",)})
 _MIXTRAL = HfTensorNames(
     "model.",
     "model.layers.{layer}.",
@@ -158,6 +167,21 @@ _DEFAULTS = {
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
 }
+_GEMMA_KEYS = _COMMON | {
+    "activation": "hidden_activation",
+    "query_scalar": "query_pre_attn_scalar",
+    "logit_soft_cap": "final_logit_softcapping",
+}
+_GEMMA_DEFAULTS = {
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+    "query_pre_attn_scalar": 256,
+    "final_logit_softcapping": None,
+    "sliding_window": 4096,
+}
 _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
     "llama": HfFamily("LlamaForCausalLM", _COMMON, _DEFAULTS | {"num_key_value_heads": None}, _DENSE),
     "mistral": HfFamily(
@@ -176,6 +200,51 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
         local_rope_base="base",
         window_style="pattern",
         full_attention_every=4,
+    ),
+    "gemma2": HfFamily(
+        "Gemma2ForCausalLM",
+        _GEMMA_KEYS | {"attention_soft_cap": "attn_logit_softcapping"},
+        _GEMMA_DEFAULTS | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        _GEMMA,
+        window_style="pattern",
+        full_attention_every=2,
+        unread=frozenset({"hidden_act", "cache_implementation"}),
+    ),
+    "gemma3_text": HfFamily(
+        "Gemma3ForCausalLM",
+        _GEMMA_KEYS,
+        _GEMMA_DEFAULTS,
+        _GEMMA,
+        rope_base=1e6,
+        local_rope_base=10000.0,
+        window_style="pattern",
+        full_attention_every=6,
+        unread=frozenset({"cache_implementation"}),
+    ),
+    "phi3": HfFamily(
+        "Phi3ForCausalLM",
+        _COMMON,
+        _DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": None, "sliding_window": None},
+        _PHI3,
+        rope_fraction=1.0,
+        # transformers takes both for `longrope`, whose frequencies depend on the length of the text.
+        refused_rope_kinds=("yarn",),
+        window_style="all",
+        unread=frozenset({"original_max_position_embeddings"}),
+    ),
+    "nemotron": HfFamily(
+        "NemotronForCausalLM",
+        _COMMON | {"norm_eps": "norm_eps"},
+        {
+            "head_dim": None,
+            "num_key_value_heads": None,
+            "norm_eps": 1e-5,
+            "hidden_act": "relu2",
+            "tie_word_embeddings": False,
+            "initializer_range": 0.0134,
+        },
+        _NEMOTRON,
+        rope_fraction=0.5,
     ),
     "mixtral": HfFamily(
         "MixtralForCausalLM",
@@ -237,6 +306,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 # Keys with one value that is ours; left out, transformers takes that value too.
 _ONLY_VALUE = {"scale_attn_weights": True, "is_causal": True, "decoder_sparse_step": 1, "partial_rotary_factor": 1.0}
@@ -286,6 +356,8 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": config.family}
     written |= {hf_key: getattr(config, native_key) for native_key, hf_key in family.keys.items()}
     written[family.keys["activation"]] = _activation_name(config)
+    if "query_scalar" in family.keys:
+        written[family.keys["query_scalar"]] = config.query_scalar or config.head_dim
     decoder = family_decoder(config.family)
     if config.rope is not None:
         written |= write_rope(config, HF_FAMILIES[decoder]) | write_windows(config, HF_FAMILIES[decoder])
@@ -347,6 +419,8 @@ class _ConfigReader:
         config["activation"] = self._activation(self._family.keys["activation"])
         config["kv_heads"] = config.get("kv_heads") or config["heads"]
         config["head_dim"] = config.get("head_dim") or config["hidden"] // config["heads"]
+        if config.get("query_scalar") == config["head_dim"]:
+            config["query_scalar"] = None
         if self._decoder == "gpt2":
             config["ffn"] = config["ffn"] or 4 * config["hidden"]
         else:

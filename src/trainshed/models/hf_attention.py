@@ -140,7 +140,8 @@ class HfAttentionReader:
                 self.read.add("sliding_window")
                 window = self._config.get("sliding_window", self._family.defaults["sliding_window"])
                 return {"sliding_window": window, "attention_pattern": None}
-        self.read.update(("use_sliding_window", "sliding_window", "layer_types", "sliding_window_pattern"))
+        self.read.update(("use_sliding_window", "sliding_window", "layer_types"))
+        self.read.update(("sliding_window_pattern", "_sliding_window_pattern"))  # what `layer_types` is made of
         if self._family.window_style == "switched":
             switched_on = self._config.get("use_sliding_window")
             window = self._config.get("sliding_window", 4096) if switched_on else None

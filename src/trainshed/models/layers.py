@@ -155,11 +155,15 @@ class _RmsNorm(torch.autograd.Function):
 
 def activation_function(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the activation of a feed-forward block."""
-    return {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu}[name]
+    return {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu, "relu2": _relu2}[name]
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
+
+
+def _relu2(x: torch.Tensor) -> torch.Tensor:
+    return F.relu(x).square()
 
 
 def gates_first(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -24,7 +24,10 @@ from trainshed.recipe.section import (
     by_shape,
 )
 
-FamilyName = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2", "olmo2", "olmo3"]
+FamilyName = Literal[
+    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2"),
+    *("olmo2", "olmo3", "gemma2", "gemma3_text", "phi3", "nemotron"),
+]
 AttentionKind = Literal["window", "full"]
 
 _ROPE_DECODER: dict[str, Any] = {
@@ -40,6 +43,7 @@ _ROPE_DECODER: dict[str, Any] = {
     "qk_norm_span": "head",
     "scaled_embeddings": False,
 }
+_GEMMA = _ROPE_DECODER | {"norm_placement": "both", "zero_centered_norms": True, "scaled_embeddings": True}
 _OLMO = _ROPE_DECODER | {"qk_norm": True, "qk_norm_span": "projection", "norm_placement": "post"}
 # What makes a family: Hugging Face's modelling code of the same name.
 FIXED_BY_FAMILY: dict[str, dict[str, Any]] = {
@@ -64,6 +68,10 @@ FIXED_BY_FAMILY: dict[str, dict[str, Any]] = {
     },
     "olmo2": _OLMO,
     "olmo3": _OLMO,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA | {"qk_norm": True},
+    "phi3": _ROPE_DECODER,
+    "nemotron": _ROPE_DECODER | {"norm": "layer", "gated": False, "zero_centered_norms": True},
 }
 DEFAULT_BY_FAMILY: dict[str, dict[str, Any]] = {
     "llama": {"norm_eps": 1e-5, "activation": "silu", "tied_embeddings": False},
@@ -75,6 +83,10 @@ DEFAULT_BY_FAMILY: dict[str, dict[str, Any]] = {
     "gpt2": {"norm_eps": 1e-5, "activation": "gelu_tanh", "tied_embeddings": True},
     "olmo2": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
     "olmo3": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
+    "gemma2": {"norm_eps": 1e-6, "activation": "gelu_tanh", "tied_embeddings": True},
+    "gemma3_text": {"norm_eps": 1e-6, "activation": "gelu_tanh", "tied_embeddings": True},
+    "phi3": {"norm_eps": 1e-5, "activation": "silu", "tied_embeddings": False},
+    "nemotron": {"norm_eps": 1e-5, "activation": "relu2", "tied_embeddings": False},
 }
 FILLED_IN = {
     "kv_heads": "`heads`",
@@ -179,7 +191,9 @@ class ModelConfig(Section):
     max_positions: PositiveInt = Field(description="Longest sequence the model is made for", examples=[8192])
     norm: Literal["rms", "layer"] = Field(description="Normalisation")
     norm_eps: PositiveFloat = Field(description="Epsilon of the normalisation")
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = Field(description="Activation of the feed-forward block")
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = Field(
+        description="Activation of the feed-forward block; `relu2` is the square of relu"
+    )
     gated: bool = Field(description="Gate and up projections (SwiGLU)")
     positions: Literal["rope", "learned"] = Field(description="Kind of positions")
     rope: Rope | None = Field(None, description="Rotary positions; needed where the family uses them")
@@ -189,7 +203,7 @@ class ModelConfig(Section):
         description="Which layers have the sliding window, from the first on and repeated; null: all of them",
         examples=[["window", "full"]],
     )
-    query_scalar: PositiveFloat | None = Field(
+    query_scalar: PositiveInt | None = Field(
         None, description="Scores are divided by its square root (query_pre_attn_scalar); null: `head_dim`"
     )
     attention_soft_cap: PositiveFloat | None = Field(

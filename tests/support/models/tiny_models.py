@@ -72,10 +72,57 @@ _TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "attention_pattern": ["window", "window", "window", "full"],
     },
+    "gemma2": {
+        "family": "gemma2",
+        **_SIZES,
+        "layers": 3,
+        "rope": {"base": 10000.0},
+        "sliding_window": 8,
+        "attention_pattern": ["window", "full"],
+        "query_scalar": 12,
+        # Low enough that a good part of the scores and logits is bent.
+        "attention_soft_cap": 2.0,
+        "logit_soft_cap": 3.0,
+    },
+    # Two rotary tables, one of them stretched; one key head; a head wider than hidden / heads.
+    "gemma3_text": {
+        "family": "gemma3_text",
+        **_SIZES,
+        "layers": 7,
+        "kv_heads": 1,
+        "head_dim": 12,
+        "rope": {"base": 1e6, "local_base": 10000.0, "scaling": {"kind": "linear", "factor": 8.0}},
+        "sliding_window": 8,
+        "attention_pattern": ["window"] * 5 + ["full"],
+    },
+    "phi3": {"family": "phi3", **_SIZES, "rope": {"base": 250000.0}},
+    # As Phi-4-mini: a part of each head is turned, one embedding; and Phi-3's window.
+    "phi3-partial": {
+        "family": "phi3",
+        **_SIZES,
+        "rope": {"base": 10000.0, "fraction": 0.75},
+        "sliding_window": 8,
+        "tied_embeddings": True,
+    },
+    "nemotron": {"family": "nemotron", **_SIZES, "head_dim": 12, "rope": {"base": 10000.0, "fraction": 0.5}},
     "gpt2": {"family": "gpt2", **_SIZES, "kv_heads": 4, "ffn": 128},
     "gpt2-untied": {"family": "gpt2", **_SIZES, "kv_heads": 4, "ffn": 96, "tied_embeddings": False, "norm_eps": 1e-3},
 }
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2", "olmo2", "olmo3")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe",
+    "gpt2",
+    "olmo2",
+    "olmo3",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "nemotron",
+)
 """One tiny model of each family."""
 VARIANTS = tuple(_TINY)
 """All tiny models: the families, and what a family can be besides."""
@@ -118,7 +165,8 @@ def random_hf_model(config: ModelConfig, seed: int) -> Any:
                 # Activations stay near 1, so that a difference in the maths is seen in the logits.
                 weight.copy_(noise * config.hidden**-0.5)
             else:
-                weight.copy_(0.3 * noise + (0.0 if name.endswith("bias") else 1.0))
+                around_zero = name.endswith("bias") or config.zero_centered_norms
+                weight.copy_(0.3 * noise + (0.0 if around_zero else 1.0))
     return model
 
 
@@ -169,6 +217,24 @@ def transformers_config(config: ModelConfig) -> Any:
             return hf.Qwen2Config(
                 **keys, use_sliding_window=True, sliding_window=config.sliding_window, max_window_layers=1
             )
+        case "gemma2" | "gemma3_text":
+            keys |= {
+                "sliding_window": config.sliding_window,
+                "query_pre_attn_scalar": config.query_scalar or config.head_dim,
+                "final_logit_softcapping": config.logit_soft_cap,
+            }
+            if config.family == "gemma2":
+                return hf.Gemma2Config(**keys, attn_logit_softcapping=config.attention_soft_cap)
+            local = {"rope_type": "default", "rope_theta": config.rope.local_base or config.rope.base}
+            keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": local}
+            return hf.Gemma3TextConfig(**keys)
+        case "phi3":
+            keys["rope_parameters"]["partial_rotary_factor"] = config.rope.fraction
+            return hf.Phi3Config(**keys, sliding_window=config.sliding_window, pad_token_id=0)
+        case "nemotron":
+            keys["rope_parameters"]["partial_rotary_factor"] = config.rope.fraction
+            keys["norm_eps"] = keys.pop("rms_norm_eps")
+            return hf.NemotronConfig(**keys, initializer_range=config.init_std)
         case "olmo2":
             return hf.Olmo2Config(**keys)
         case "olmo3":
