@@ -71,7 +71,7 @@ class Pair:
         """PEFT's tensors by our names."""
         for name, tensor in self.theirs.named_parameters():
             if tensor.requires_grad:
-                yield native_name(name), tensor
+                yield native_name(name, ungated=not self.config.gated), tensor
 
     def _check_magnitudes(self) -> None:
         """Without values in B, DoRA's lengths are those of the base."""
@@ -158,7 +158,7 @@ def adapted_model(
     )
 
 
-def native_name(name: str) -> str:
+def native_name(name: str, *, ungated: bool = False) -> str:
     """Say a tensor of PEFT's in our words: base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight."""
     if "trainable_tokens" in name:
         return f"{'head' if 'lm_head' in name else 'embedding'}.added.weight"
@@ -166,7 +166,7 @@ def native_name(name: str) -> str:
     parts = path.split(".")
     layer, projection = parts[next(i for i, part in enumerate(parts) if part in ("layers", "h")) + 1], parts[-1]
     projection = next((ours for ours, theirs in GPT2_MODULES.items() if path.endswith(theirs)), projection)
-    gated = "gate_up" if "model.layers" in path else "up"
+    gated = "gate_up" if "model.layers" in path and not ungated else "up"
     module = {
         **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attention.qkv"),
         "o_proj": "attention.out",
@@ -181,7 +181,9 @@ def norm_in_float64(model: nn.Module) -> None:
     """Keep transformers from computing norms in float32, whatever the model's dtype."""
 
     def forward(norm: Any, x: torch.Tensor) -> torch.Tensor:
-        return norm.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+        gemma = type(norm).__name__.startswith("Gemma")
+        eps, weight = (norm.eps, 1.0 + norm.weight) if gemma else (norm.variance_epsilon, norm.weight)
+        return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -216,7 +218,7 @@ def test_every_set_of_targets_is_that_of_peft(tmp_path: Path, targets: list[str]
 
 
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "olmo2", "gemma3_text", "nemotron"])
 def test_every_family_is_that_of_peft(tmp_path: Path, family: str, dora: bool) -> None:
     Pair(family, tmp_path, {"targets": ["attn", "mlp"], "dora": dora}).compare()
 

@@ -70,7 +70,8 @@ def expected(config: ModelConfig, state: State) -> State:
         native["positions.weight"] = state["transformer.wpe.weight"]
         native |= {f"norm.{kind}": state[f"transformer.ln_f.{kind}"] for kind in ("weight", "bias")}
     else:
-        native["norm.weight"] = state["model.norm.weight"]
+        kinds = ("weight", "bias") if config.family == "nemotron" else ("weight",)
+        native |= {f"norm.{kind}": state[f"model.norm.{kind}"] for kind in kinds}
     return native
 
 
@@ -89,17 +90,36 @@ def alternating(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.stack([row for pair in zip(gate, up, strict=True) for row in pair])
 
 
+def layer_norms(config: ModelConfig, theirs: State) -> State:
+    before, after = {"attention.norm": "input_layernorm", "mlp.norm": "post_attention_layernorm"}, {}
+    if config.family.startswith(("olmo", "gemma")):
+        after = {"attention.post_norm": "post_attention_layernorm", "mlp.post_norm": "post_feedforward_layernorm"}
+        before |= {"mlp.norm": "pre_feedforward_layernorm"}
+    names = after if config.family.startswith("olmo") else before | after
+    kinds = ("weight", "bias") if config.family == "nemotron" else ("weight",)
+    return {f"{ours}.{kind}": theirs[f"{name}.{kind}"] for ours, name in names.items() for kind in kinds}
+
+
 def llama_layer(config: ModelConfig, theirs: State) -> State:
-    native = {
-        "attention.norm.weight": theirs["input_layernorm.weight"],
-        "attention.out.weight": theirs["self_attn.o_proj.weight"],
-        "mlp.norm.weight": theirs["post_attention_layernorm.weight"],
-    }
+    native = layer_norms(config, theirs) | {"attention.out.weight": theirs["self_attn.o_proj.weight"]}
+    if config.family == "phi3":
+        keys = config.kv_heads * config.head_dim
+        parts = theirs["self_attn.qkv_proj.weight"].split([config.heads * config.head_dim, keys, keys])
+        native["attention.qkv.weight"] = grouped(config, *parts)
+        native["mlp.gate_up.weight"] = alternating(*theirs["mlp.gate_up_proj.weight"].chunk(2))
+        native["mlp.down.weight"] = theirs["mlp.down_proj.weight"]
+        return native
     for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
         native[f"attention.qkv.{kind}"] = grouped(config, *(theirs[f"self_attn.{part}_proj.{kind}"] for part in "qkv"))
     if config.qk_norm:
         native["attention.query_norm.weight"] = theirs["self_attn.q_norm.weight"]
         native["attention.key_norm.weight"] = theirs["self_attn.k_norm.weight"]
+    if config.family == "nemotron":
+        native["mlp.up.weight"], native["mlp.down.weight"] = (
+            theirs["mlp.up_proj.weight"],
+            theirs["mlp.down_proj.weight"],
+        )
+        return native
     if config.moe is None:
         native["mlp.gate_up.weight"] = alternating(theirs["mlp.gate_proj.weight"], theirs["mlp.up_proj.weight"])
         native["mlp.down.weight"] = theirs["mlp.down_proj.weight"]

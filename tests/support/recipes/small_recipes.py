@@ -28,6 +28,39 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope": {"base": 10000.0},
         "moe": {"experts": 4, "top_k": 2, "ffn": 8, "shared_ffn": 12},
     },
+    # Norms after blocks, over all heads of a rank and its neighbours; a window in all layers but each fourth; YaRN.
+    "olmo3": {
+        "family": "olmo3",
+        **_SIZES,
+        "layers": 4,
+        "ffn": 24,
+        "rope": {"base": 1e4, "local_base": 1e4, "scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 8}},
+        "sliding_window": 5,
+        "attention_pattern": ["window", "window", "window", "full"],
+    },
+    # Norms before and after, two rotary tables, a stretched one among them, an embedding that is scaled and tied.
+    "gemma3": {
+        "family": "gemma3_text",
+        **_SIZES,
+        "ffn": 24,
+        "rope": {"base": 1e6, "local_base": 1e4, "scaling": {"kind": "linear", "factor": 8.0}},
+        "sliding_window": 5,
+        "attention_pattern": ["window", "full"],
+        "query_scalar": 6,
+    },
+    # Scores and logits that are bent.
+    "gemma2": {
+        "family": "gemma2",
+        **_SIZES,
+        "ffn": 24,
+        "rope": {"base": 1e4},
+        "sliding_window": 5,
+        "attention_pattern": ["window", "full"],
+        "attention_soft_cap": 0.5,
+        "logit_soft_cap": 1.0,
+    },
+    "phi3": {"family": "phi3", **_SIZES, "ffn": 24, "rope": {"base": 1e4, "fraction": 0.5}},
+    "nemotron": {"family": "nemotron", **_SIZES, "ffn": 24, "rope": {"base": 1e4, "fraction": 0.5}},
 }
 ALONE = "micro_batch=2"
 """The layout that others are held against: one process."""
