@@ -20,6 +20,13 @@ ONE_PER_FAMILY = [
     "qwen2.5-0.5b",
     "qwen3-0.6b",
     "qwen3-235b-a22b",
+    "olmo2-7b",
+    "olmo3-32b",
+    "gemma2-9b",
+    "gemma3-1b",
+    "gemma3-27b",
+    "phi4",
+    "minitron-4b",
 ]
 PROMISED = {
     "gpt": ("125m", "375m", "857m", "1.3b", "13b", "30b", "175b"),
@@ -33,6 +40,10 @@ PROMISED = {
     "mixtral": ("8x7b", "8x22b"),
     "qwen2.5": ("0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b"),
     "qwen3": ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b-a3b", "235b-a22b"),
+    "olmo2": ("1b", "7b", "13b", "32b"),
+    "olmo3": ("7b", "32b"),
+    "gemma2": ("2b", "9b", "27b"),
+    "gemma3": ("1b", "4b", "12b", "27b"),
 }
 
 
@@ -40,7 +51,7 @@ def count_weights(config: ModelConfig) -> int:
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
     attention = config.hidden * (query + 2 * key) + query * config.hidden
     attention += config.qkv_bias * (query + 2 * key) + config.output_bias * config.hidden
-    attention += config.qk_norm * 2 * config.head_dim
+    attention += config.qk_norm * (query + key if config.family.startswith("olmo") else 2 * config.head_dim)
     norm = config.hidden * (2 if config.norm == "layer" else 1)
     inputs = 2 if config.gated else 1
     if config.moe is not None:
@@ -53,7 +64,8 @@ def count_weights(config: ModelConfig) -> int:
     embedding = config.vocab_size * config.hidden * (1 if config.tied_embeddings else 2)
     if config.positions == "learned":
         embedding += config.max_positions * config.hidden
-    return embedding + config.layers * (attention + block + 2 * norm) + norm
+    norms = 4 if config.family.startswith("gemma") else 2
+    return embedding + config.layers * (attention + block + norms * norm) + norm
 
 
 def hugging_face_config(config: ModelConfig) -> object:
@@ -81,6 +93,18 @@ def hugging_face_config(config: ModelConfig) -> object:
             return hf.Qwen2Config(**{key: value for key, value in common.items() if key != "head_dim"})
         case "qwen3":
             return hf.Qwen3Config(**common)
+        case "olmo2":
+            return hf.Olmo2Config(**common)
+        case "olmo3":
+            return hf.Olmo3Config(**common)
+        case "gemma2":
+            return hf.Gemma2Config(**common)
+        case "gemma3_text":
+            return hf.Gemma3TextConfig(**common)
+        case "phi3":
+            return hf.Phi3Config(**common)
+        case "nemotron":
+            return hf.NemotronConfig(**common)
     assert config.moe is not None
     experts = {"num_experts_per_tok": config.moe.top_k}
     if config.family == "mixtral":

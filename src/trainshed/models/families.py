@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from trainshed.errors import InputError
@@ -424,7 +424,10 @@ class _ConfigReader:
         if self._decoder == "gpt2":
             config["ffn"] = config["ffn"] or 4 * config["hidden"]
         else:
-            attention = HfAttentionReader(self._config, HF_FAMILIES[self._decoder], self._where, _UNREAD_HINT)
+            built_in = HF_FAMILIES[self._decoder]
+            defaults = {**built_in.defaults, **self._family.defaults}
+            row = replace(built_in, rope_base=self._family.rope_base, defaults=defaults)
+            attention = HfAttentionReader(self._config, row, self._where, _UNREAD_HINT)
             config |= attention.windows(config["layers"])
             config["rope"] = attention.rope(windowed=config["sliding_window"] is not None)
             self._read |= attention.read

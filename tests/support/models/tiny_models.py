@@ -126,6 +126,10 @@ FAMILIES = (
 """One tiny model of each family."""
 VARIANTS = tuple(_TINY)
 """All tiny models: the families, and what a family can be besides."""
+_NOT_IN_MEGATRON = ("llama-yarn", "qwen2-mixed", "olmo2", "olmo3", "gemma2", "gemma3_text", "nemotron")
+MEGATRON_VARIANTS = tuple(variant for variant in VARIANTS if variant not in _NOT_IN_MEGATRON)
+"""Those that Megatron's arguments can say."""
+MEGATRON_FAMILIES = tuple(family for family in FAMILIES if family not in _NOT_IN_MEGATRON)
 
 
 def tiny_config(family: str, **changes: Any) -> ModelConfig:
