@@ -188,6 +188,8 @@ def norm_in_float64(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+        if hasattr(module, "embed_scale"):
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, what: str, bound: float) -> None:

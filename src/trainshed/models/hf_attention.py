@@ -219,7 +219,7 @@ def write_windows(config: ModelConfig, family: HfFamily) -> dict[str, Any]:
         case "pattern":
             return {"sliding_window": window, "layer_types": layer_types}
         case "switched":
-            written = {"use_sliding_window": window is not None, "sliding_window": window}
+            written: dict[str, Any] = {"use_sliding_window": window is not None, "sliding_window": window}
             if family.asks_window_layers:
                 written["max_window_layers"] = sum(of_layer is None for of_layer in kinds)
                 if config.attention_pattern is not None:

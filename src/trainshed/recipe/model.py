@@ -25,9 +25,9 @@ from trainshed.recipe.section import (
 )
 
 FamilyName = Literal[
-    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2"),
-    *("olmo2", "olmo3", "gemma2", "gemma3_text", "phi3", "nemotron"),
-]
+    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2",
+    "olmo2", "olmo3", "gemma2", "gemma3_text", "phi3", "nemotron",
+]  # fmt: skip
 AttentionKind = Literal["window", "full"]
 
 _ROPE_DECODER: dict[str, Any] = {
