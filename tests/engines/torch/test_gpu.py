@@ -54,6 +54,19 @@ EXPERTS = ModelConfig.model_validate(
         "moe": {"experts": 8, "top_k": 2, "ffn": 128, "shared_ffn": 128},
     }
 )
+_PATTERN = {"sliding_window": 48, "attention_pattern": ["window", "full"]}
+_SIZES = DENSE.model_dump(include={"layers", "hidden", "heads", "kv_heads", "ffn", "vocab_size", "max_positions"})
+FAMILIES = {
+    # Scores and logits that are bent; two rotary tables and norms of 1 + weight; norms over all heads and YaRN.
+    "gemma2": {"rope": {"base": 1e4}, "attention_soft_cap": 5.0, "logit_soft_cap": 3.0, **_PATTERN},
+    "gemma3_text": {"rope": {"base": 1e6, "local_base": 1e4}, "query_scalar": 32, **_PATTERN},
+    "olmo3": {
+        "rope": {"base": 1e4, "local_base": 1e4, "scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 64}},
+        **_PATTERN,
+    },
+    "nemotron": {"rope": {"base": 1e4, "fraction": 0.5}},
+}
+"""What families add to the decoder."""
 LENGTH, BATCH = 256, 4
 
 
@@ -104,6 +117,17 @@ def random_documents(mean: int, generator: torch.Generator) -> torch.Tensor:
     begins = torch.rand(BATCH, LENGTH, generator=generator) < 1 / mean
     columns = torch.where(begins, torch.arange(LENGTH), 0)
     return columns.cummax(1).values
+
+
+@pytest.mark.parametrize("documents", [None, 60])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_families_add_trains_as_on_a_cpu(family: str, recompute: str, documents: int | None) -> None:
+    config = ModelConfig.model_validate({"family": family, **_SIZES, **FAMILIES[family]})
+    there = outcomes(config, "cuda", "bf16", 4, mean_document=documents, recompute=recompute)
+    for gpu, cpu in zip(there, outcomes(config, "cpu", "fp32", 4, mean_document=documents), strict=True):
+        assert gpu.loss == pytest.approx(cpu.loss, rel=3e-2)
+        assert gpu.grad_norm == pytest.approx(cpu.grad_norm, rel=0.1)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
