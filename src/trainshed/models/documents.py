@@ -17,7 +17,7 @@ Shapes: L whole row, S columns of this context-parallel rank, B rows of a micro-
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -108,14 +108,13 @@ def block_attention(
     """Attend from [B, heads, Q, D] to [B, groups, K, D] under a block mask; `scale`, `soft_cap`: of the scores."""
     # Blocks of the decoder are compiled as a whole; outside of them the kernel is compiled by itself.
     function: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
-    changed = None if soft_cap is None else partial(_capped, soft_cap)
-    return function(query, key, value, score_mod=changed, block_mask=mask, scale=scale, enable_gqa=True)
 
+    def capped(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        assert soft_cap is not None, "only used with one"
+        return soft_cap * torch.tanh(score / soft_cap)
 
-def _capped(
-    cap: float, score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
-) -> torch.Tensor:
-    return cap * torch.tanh(score / cap)
+    score_mod = None if soft_cap is None else capped
+    return function(query, key, value, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=True)
 
 
 @cache

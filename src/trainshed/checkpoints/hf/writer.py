@@ -159,6 +159,8 @@ class HfWeightsWriter:
             if name in COMPANION_FILES and name != CONFIG:
                 (folder / name).write_bytes(data)
         ids = {key: value for key, value in self._config_json.items() if key.endswith("_token_id")}
+        if ids.get("pad_token_id") is None:
+            ids.pop("pad_token_id", None)  # generation pads with the end of a text then
         if GENERATION_CONFIG not in self._companions and ids:
             # transformers itself saves this for a model without one.
             _write_json(folder / GENERATION_CONFIG, {"_from_model_config": True, **ids})
@@ -229,7 +231,7 @@ def _config_json(config: ModelConfig, dtype: torch.dtype, companions: Mapping[st
             named = [key for key in ("torch_dtype", "dtype") if key in kept] or ["torch_dtype"]
             return kept | dict.fromkeys(named, dtype_name(dtype))
     # Without these keys transformers would use the ids of the family's first models, which are wrong for any other.
-    written = to_hf_config(config) | {"bos_token_id": None, "eos_token_id": None}
+    written = to_hf_config(config) | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return written | special_token_ids(companions) | {"torch_dtype": dtype_name(dtype)}
 
 

@@ -289,6 +289,8 @@ def _build_meta_model(weights: HfWeights) -> nn.Module:
         if name.endswith("rotary_emb"):
             parent = model.get_submodule(name.rpartition(".")[0])
             setattr(parent, name.rpartition(".")[2], type(module)(config=config))
+        if hasattr(module, "scalar_embed_scale"):  # Gemma's embedding
+            module.embed_scale = torch.tensor(module.scalar_embed_scale)
     return model
 
 
