@@ -287,7 +287,14 @@ def test_a_value_that_cannot_be_is_named_in_both_words() -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "nearest"),
-    [("gemma3", "gemma3_text"), ("phi", "phi3"), ("olmo", "olmo2"), ("qwen3_next", "qwen3"), ("ministral", "mistral")],
+    [
+        ("gemma3", "gemma3_text"),
+        ("phi", "phi3"),
+        ("gpt_oss", "mixtral"),
+        ("olmo", "olmo2"),
+        ("qwen3_next", "qwen3"),
+        ("ministral", "mistral"),
+    ],
 )
 def test_a_family_that_is_not_here_is_refused_with_the_nearest(model_type: str, nearest: str) -> None:
     with pytest.raises(InputError) as caught:

@@ -477,7 +477,7 @@ _NEAREST_FAMILY = {
     "phi": "phi3",
     "olmo": "olmo2",
     "nemotron": "nemotron",
-    "gpt_oss": "gpt_oss",
+    "gpt_oss": "mixtral",
     "gpt": "gpt2",
     "qwen3": "qwen3",
     "qwen": "qwen2",
