@@ -21,6 +21,7 @@ from trainshed.models.collectives import ParallelAxes, all_gather
 from trainshed.models.documents import AttentionMask, block_attention
 from trainshed.models.layers import Linear, Norm, RowParallelLinear
 from trainshed.recipe import ModelConfig
+from trainshed.recipe.model import RopeScaling
 
 # cuDNN's kernel is about twice as fast as the flash one on Hopper; the others are for shapes it does not support.
 SDPA_BACKENDS = [
@@ -191,13 +192,15 @@ def context_parallel_positions(length: int, cp_size: int, cp_rank: int) -> torch
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     """Return the rotary frequencies, stretched as the model says: float32 [D / 2], as Hugging Face computes them."""
     assert config.rope is not None, "the schema asks for it wherever positions are rotary"
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
     frequencies = 1.0 / (config.rope.base**exponent)
     scaling = config.rope.scaling
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "yarn":
+        return yarn_frequencies(frequencies, config.rope.base, scaling)
     low, high, original = scaling.low_frequency_factor, scaling.high_frequency_factor, scaling.original_positions
     assert low is not None, "the schema asks for all three"
     assert high is not None, "the schema asks for all three"
@@ -210,11 +213,44 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     return torch.where(between, blended, result)
 
 
+def yarn_frequencies(frequencies: torch.Tensor, base: float, scaling: RopeScaling) -> torch.Tensor:
+    """Return frequencies [D / 2] as YaRN stretches them: slow ones in full, fast ones not at all, a ramp between."""
+    assert scaling.original_positions is not None, "the schema asks for it"
+    dim = 2 * len(frequencies)
+
+    def pair_with_turns(turns: float) -> float:
+        """The pair of channels that turns this often within the original context."""
+        return dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first = max(math.floor(pair_with_turns(scaling.beta_fast or 32.0)), 0)
+    last = min(math.ceil(pair_with_turns(scaling.beta_slow or 1.0)), dim - 1)
+    # A ramp of length 0 is a step.
+    ramp = (torch.arange(len(frequencies), dtype=torch.float32) - first) / ((last - first) or 0.001)
+    stretched = ramp.clamp(0, 1)
+    return frequencies / scaling.factor * stretched + frequencies * (1 - stretched)
+
+
+def yarn_magnitude(scaling: RopeScaling, mscale: float = 1.0) -> float:
+    """Return how much larger attention is made by YaRN for a longer context."""
+    return 1.0 if scaling.factor <= 1 else 0.1 * mscale * math.log(scaling.factor) + 1.0
+
+
+def rotary_magnitude(config: ModelConfig) -> float:
+    """Return the factor of cosines and sines: 1, or what YaRN gives them."""
+    scaling = None if config.rope is None else config.rope.scaling
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    if scaling.mscale and scaling.mscale_all_dim:
+        return yarn_magnitude(scaling, scaling.mscale) / yarn_magnitude(scaling, scaling.mscale_all_dim)
+    return yarn_magnitude(scaling)
+
+
 def rotary_table(config: ModelConfig, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines for these positions: float32 [S, D] each."""
     angles = torch.outer(positions.float(), inverse_frequencies(config))
     angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
+    magnitude = rotary_magnitude(config)
+    return angles.cos() * magnitude, angles.sin() * magnitude
 
 
 def apply_rotary(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:

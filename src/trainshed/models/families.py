@@ -219,6 +219,8 @@ _HARMLESS = frozenset({
     "length_penalty", "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "diversity_penalty", "max_length",
     "min_length", "do_sample",
 })  # fmt: skip
+YARN_KEYS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Keys of YaRN that have the same names in a config.json and here."""
 _UNREAD_HINT = (
     "no key of a config is ignored: if this one changes nothing, take it out of a copy of config.json; "
     "if the architecture is known to fit, write it out under `model.config` in the recipe"
@@ -366,7 +368,7 @@ class _ConfigReader:
         legacy = nested.pop("type", None)
         kind = nested.pop("rope_type", None) or legacy or "default"
         scaling: dict[str, Any] | None = None
-        if kind in ("linear", "llama3"):
+        if kind in ("linear", "llama3", "yarn"):
             scaling = {"kind": kind, "factor": nested.pop("factor", None)}
             self.key_locations[("rope", "scaling")] = name
         if kind == "llama3":
@@ -375,8 +377,12 @@ class _ConfigReader:
                 "high_frequency_factor": nested.pop("high_freq_factor", None),
                 "original_positions": nested.pop("original_max_position_embeddings", None),
             }
+        elif kind == "yarn":
+            original = nested.pop("original_max_position_embeddings", None) or self._config["max_position_embeddings"]
+            scaling = (scaling or {}) | {"original_positions": original}
+            scaling |= {key: nested.pop(key, None) or None for key in YARN_KEYS}
         elif kind not in ("default", "linear"):
-            raise self._error(f"`{name}.rope_type: {kind}` is not known", "known are default, linear and llama3")
+            raise self._error(f"`{name}.rope_type: {kind}` is not known", "known are default, linear, llama3 and yarn")
         rest = [key for key, value in nested.items() if value is not None and value != _ONLY_VALUE.get(key)]
         if rest:
             shown = ", ".join(f"`{name}.{key}: {_as_json(nested[key])}`" for key in rest)
@@ -426,6 +432,9 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
     if scaling.kind == "llama3":
         written["low_freq_factor"] = scaling.low_frequency_factor
         written["high_freq_factor"] = scaling.high_frequency_factor
+        written["original_max_position_embeddings"] = scaling.original_positions
+    elif scaling.kind == "yarn":
+        written |= {key: value for key in YARN_KEYS if (value := getattr(scaling, key)) is not None}
         written["original_max_position_embeddings"] = scaling.original_positions
     return written
 
