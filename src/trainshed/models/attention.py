@@ -126,6 +126,10 @@ def causal_attention(
     if document_mask is not None:
         return _masked_attention(query, key, value, document_mask)
     if (windowed or keys > queries) and _flash_supports(query):
+        if (missing := query.shape[-1] - value.shape[-1]) > 0:
+            # The kernel takes one width; latent attention has narrower values.
+            out = _flash_attention(query, key, F.pad(value, (0, missing)), window if windowed else None)
+            return out[..., :-missing]
         return _flash_attention(query, key, value, window if windowed else None)
     mask = None
     if keys != queries or windowed:

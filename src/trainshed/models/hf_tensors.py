@@ -91,6 +91,7 @@ def hf_row_mappings(config: ModelConfig, parameter: Parameter) -> tuple[RowMappi
             hint="choose another family, or keep it native",
         )
     transposed = native_name in names.transposed and ending == "weight"
+    ending = names.endings.get(ending, ending)
     interleaving = row_interleaving(config, native_name, parameter.shape[1 if parameter.expert else 0])
     row_mappings = []
     for expert in range(parameter.shape[0]) if parameter.expert else (None,):

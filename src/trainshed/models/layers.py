@@ -84,9 +84,9 @@ class RowParallelLinear(Linear):
 class Norm(nn.Module):
     """RMS or layer normalisation over the last dim."""
 
-    def __init__(self, width: int, config: ModelConfig, *, kind: str | None = None) -> None:
+    def __init__(self, width: int, config: ModelConfig, *, kind: str | None = None, eps: float | None = None) -> None:
         super().__init__()
-        self.kind, self.eps = kind or config.norm, config.norm_eps
+        self.kind, self.eps = kind or config.norm, config.norm_eps if eps is None else eps
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if self.kind == "layer" else None
 

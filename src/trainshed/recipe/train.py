@@ -221,6 +221,21 @@ class MoeLosses(Section):
 
     balance_loss: NotNegativeFloat = Field(0.001, description="Factor of the load-balance loss (per sequence)")
     z_loss: NotNegativeFloat = Field(0.0, description="Factor of the router's z-loss")
+    bias_update: NotNegativeFloat | None = Field(
+        None,
+        description="How far the bias of an expert's score moves in a step (`moe.score_bias`), towards even load; "
+        "left out: 0.001",
+        examples=[0.001],
+    )
+
+
+def score_bias_update(losses: MoeLosses | None, config: ModelConfig) -> float:
+    """Return how far the biases of a model's routers move in a step: 0 where they have none."""
+    if config.moe is None or not config.moe.score_bias:
+        return 0.0
+    written = None if losses is None else losses.bias_update
+    # DeepSeek-V3's for its first 14.3T tokens (section 4.2 of its report).
+    return 0.001 if written is None else written
 
 
 class TrainSection(Section):

@@ -28,6 +28,26 @@ _LLAMA3 = {
     "high_frequency_factor": 4.0,
     "original_positions": 32,
 }
+_YARN = {
+    "kind": "yarn",
+    "factor": 4.0,
+    "original_positions": 16,
+    "beta_fast": 8.0,
+    "beta_slow": 0.5,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+_LATENT: dict[str, Any] = {key: value for key, value in _SIZES.items() if key not in ("kv_heads", "head_dim")}
+_LATENT["layers"] = 3
+_DEEPSEEK_EXPERTS: dict[str, Any] = {
+    "experts": 8,
+    "top_k": 3,
+    "ffn": 12,
+    "shared_ffn": 24,
+    "scores": "sigmoid",
+    "score_bias": True,
+    "scale": 2.5,
+}
 _TINY: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **_SIZES, "rope": {"base": 10000.0}},
     # As Llama 3.1 and 3.2: stretched frequencies (some of each kind at these sizes), one embedding.
@@ -51,10 +71,27 @@ _TINY: dict[str, dict[str, Any]] = {
         "rope": {"base": 1e6},
         "moe": {"experts": 4, "top_k": 2, "ffn": 24, "normalize_top_k": False},
     },
+    # As DeepSeek-V3: all widths differ, every key of routing counts, YaRN makes cosines and scores larger.
+    "deepseek_v3": {
+        "family": "deepseek_v3",
+        **_LATENT,
+        "rope": {"base": 100.0, "scaling": _YARN},
+        "mla": {"query_rank": 12, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5},
+        "moe": _DEEPSEEK_EXPERTS | {"groups": 4, "top_groups": 2, "dense_first": 1},
+    },
+    # As Moonlight: queries without a low rank, one group, positions not stretched, and another epsilon.
+    "deepseek-plain": {
+        "family": "deepseek_v3",
+        **_LATENT,
+        "norm_eps": 1e-3,
+        "rope": {"base": 50000.0},
+        "mla": {"kv_rank": 16, "nope_dim": 8, "rope_dim": 6, "value_dim": 10, "rope_interleaved": False},
+        "moe": _DEEPSEEK_EXPERTS | {"normalize_top_k": False, "scale": 1.5, "dense_first": 2},
+    },
     "gpt2": {"family": "gpt2", **_SIZES, "kv_heads": 4, "ffn": 128},
     "gpt2-untied": {"family": "gpt2", **_SIZES, "kv_heads": 4, "ffn": 96, "tied_embeddings": False, "norm_eps": 1e-3},
 }
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2")
 """One tiny model of each family."""
 VARIANTS = tuple(_TINY)
 """All tiny models: the families, and what a family can be besides."""
@@ -98,6 +135,10 @@ def random_hf_model(config: ModelConfig, seed: int) -> Any:
                 weight.copy_(noise * config.hidden**-0.5)
             else:
                 weight.copy_(0.3 * noise + (0.0 if name.endswith("bias") else 1.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                # As large as the differences between scores: some choices depend on it, others do not.
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -148,10 +189,39 @@ def transformers_config(config: ModelConfig) -> Any:
     moe = config.moe
     assert moe is not None
     keys["num_experts_per_tok"] = moe.top_k
+    if config.family == "deepseek_v3":
+        return _deepseek_config(config, keys)
     if config.family == "mixtral":
         return hf.MixtralConfig(**keys, intermediate_size=moe.ffn, num_local_experts=moe.experts)
     return hf.Qwen3MoeConfig(
         **keys, moe_intermediate_size=moe.ffn, num_experts=moe.experts, norm_topk_prob=moe.normalize_top_k
+    )
+
+
+def _deepseek_config(config: ModelConfig, keys: dict[str, Any]) -> Any:
+    import transformers as hf
+
+    moe, mla = config.moe, config.mla
+    assert moe is not None
+    assert mla is not None
+    del keys["head_dim"]
+    return hf.DeepseekV3Config(
+        **keys,
+        moe_intermediate_size=moe.ffn,
+        n_routed_experts=moe.experts,
+        n_shared_experts=moe.shared_ffn // moe.ffn,
+        routed_scaling_factor=moe.scale,
+        n_group=moe.groups,
+        topk_group=moe.top_groups,
+        norm_topk_prob=moe.normalize_top_k,
+        first_k_dense_replace=moe.dense_first,
+        q_lora_rank=mla.query_rank,
+        kv_lora_rank=mla.kv_rank,
+        qk_nope_head_dim=mla.nope_dim,
+        qk_rope_head_dim=mla.rope_dim,
+        v_head_dim=mla.value_dim,
+        rope_interleave=mla.rope_interleaved,
+        num_mtp_layers=0,
     )
 
 
@@ -165,4 +235,9 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
         found["low_freq_factor"] = scaling.low_frequency_factor
         found["high_freq_factor"] = scaling.high_frequency_factor
         found["original_max_position_embeddings"] = scaling.original_positions
+    if scaling is not None and scaling.kind == "yarn":
+        found["original_max_position_embeddings"] = scaling.original_positions
+        for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            if getattr(scaling, key) is not None:
+                found[key] = getattr(scaling, key)
     return found
