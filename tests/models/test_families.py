@@ -169,7 +169,7 @@ def test_what_is_left_out_is_what_transformers_takes() -> None:
         ("llama", {"clip_qkv": 8.0}, "`clip_qkv: 8.0`"),
         ("llama", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor: 0.5`"),
         ("llama", {"final_logit_softcapping": 30.0, "embedding_multiplier": 12}, "`embedding_multiplier: 12`, `final_"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "`rope_scaling.rope_type: yarn`"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "`rope_scaling.rope_type: dynamic`"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "`rope_scaling.rope_type: dynamic`"),
         ("llama", {"rope_scaling": {"mrope_section": [4, 4]}}, "`rope_scaling.mrope_section: "),
         ("llama", {"rope_parameters": {"rope_theta": 5.0}}, "`rope_theta` stands there twice"),

@@ -26,7 +26,7 @@ from trainshed.checkpoints.weights import box_ends, dtype_name, join_names
 from trainshed.errors import CorruptData, InputError, NoSuchName
 from trainshed.models.families import HF_FAMILIES, read_hf_config
 from trainshed.models.hf_tensors import HfTensor, RowMapping, hf_row_mappings, hf_tensors
-from trainshed.models.parameters import Parameter
+from trainshed.models.parameters import Parameter, parameter_count
 from trainshed.recipe import ModelConfig
 from trainshed.storage import CHUNK_BYTES
 
@@ -235,8 +235,10 @@ class HfWeights:
 
     @property
     def dtypes(self) -> list[str]:
-        """The dtypes of the stored tensors, by torch's names."""
-        return sorted({SAFETENSORS_DTYPES[tensor.dtype] for tensor in self._tensors.values()})
+        """The dtypes of the stored weights, by torch's names."""
+        buffers = {tensor.name for tensor in hf_tensors(self.config) if tensor.buffer}
+        stored = (tensor.dtype for name, tensor in self._tensors.items() if name not in buffers)
+        return sorted({SAFETENSORS_DTYPES[dtype] for dtype in stored})
 
     @property
     def entries(self) -> Mapping[str, SafetensorsEntry]:
@@ -246,7 +248,7 @@ class HfWeights:
     @property
     def parameter_count(self) -> int:
         """The number of weights, tied ones counted once."""
-        return sum(math.prod(tensor.shape) for tensor in self._tensors.values())
+        return parameter_count(self.config)
 
     def read(
         self, parameter: Parameter, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype
