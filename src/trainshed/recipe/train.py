@@ -28,12 +28,30 @@ from trainshed.recipe.section import (
 )
 
 LENGTH_KEYS = ("steps", "tokens", "epochs")
-LoraProjection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts"]
+LoraProjection = Literal[
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "experts",
+]
+LATENT_PROJECTIONS: tuple[LoraProjection, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+"""Of latent attention, by the names that transformers has for them."""
 LoraTarget = Literal[LoraProjection, "attn", "mlp", "all-linear"]
 LORA_GROUPS: dict[LoraTarget, tuple[LoraProjection, ...]] = {
-    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "attn": ("q_proj", "k_proj", "v_proj", "o_proj", *LATENT_PROJECTIONS),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
-    "all-linear": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts"),
+    "all-linear": (
+        *("q_proj", "k_proj", "v_proj", "o_proj", *LATENT_PROJECTIONS),
+        *("gate_proj", "up_proj", "down_proj", "experts"),
+    ),
 }
 """Names that stand for several projections. `experts` are the projections of all experts; the other names of a
 feed-forward block are those of dense layers and of shared experts. The router is never adapted."""
@@ -182,8 +200,11 @@ def lora_problems(lora: Lora, config: ModelConfig) -> Iterator[Problem]:
     """Yield what an architecture cannot do of adapters; paths are within `train.lora`."""
     moe = config.moe
     dense = ("gate_proj", "up_proj", "down_proj") if config.gated else ("up_proj", "down_proj")
-    here: set[str] = {*LORA_GROUPS["attn"]}
-    if moe is None or moe.shared_ffn:
+    here: set[str] = {*LORA_GROUPS["attn"]} - {*LATENT_PROJECTIONS}
+    if config.mla is not None:
+        here = {"o_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
+        here |= {"q_proj"} if config.mla.query_rank is None else {"q_a_proj", "q_b_proj"}
+    if moe is None or moe.shared_ffn or moe.dense_first:
         here |= {*dense}
     if moe is not None:
         here.add("experts")

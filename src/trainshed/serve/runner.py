@@ -61,7 +61,10 @@ class ModelRunner:
         self._cached_decoder = CachedDecoder(decoder, limits.cache_tokens + 1)
         self.prefill_chunk_tokens = PREFILL_CHUNK_TOKENS.get(self.device.type, PREFILL_CHUNK_TOKENS["cpu"])
         self.on_gpu = self.device.type == "cuda"
-        self._flash = supports_varlen_flash(self.config.head_dim, decoder.spec.dtype, self.device)
+        # Latents are wider than the heads that this kernel takes.
+        self._flash = self.config.mla is None and supports_varlen_flash(
+            self.config.head_dim, decoder.spec.dtype, self.device
+        )
         self._graphs: dict[tuple[int, bool], _DecodeGraph] = {}
         # Experts in another dtype than bfloat16 copy their token counts to the host.
         self.uses_graphs = (
@@ -71,7 +74,7 @@ class ModelRunner:
             dtype = str(decoder.spec.dtype).removeprefix("torch.")
             reporter.note(
                 "answers come kernel by kernel, not as CUDA graphs: these need an NVIDIA GPU, bfloat16 (or float16 "
-                "where there are no experts) and heads in steps of 8; "
+                "where there are no experts), heads in steps of 8 and no latent attention; "
                 f"the model is {dtype} with heads of {self.config.head_dim} (try --dtype bf16)"
             )
 
