@@ -329,6 +329,7 @@ class DecoderStage(nn.Module):
                 # Outside of what is recomputed, so that nothing is counted twice.
                 self.router_losses += router_figures[: len(ROUTER_LOSS_TERMS)]
                 if self.expert_load is not None:
+                    assert isinstance(block, DecoderLayer), "layers are blocks"
                     self.expert_load[block.layer] += router_figures[len(ROUTER_LOSS_TERMS) :]
         if not self.spec.last:
             return x

@@ -100,8 +100,8 @@ _QWEN_MOE = HfTensorNames(
 _DEEPSEEK = HfTensorNames(
     "model.",
     "model.layers.{layer}.",
-    _QWEN_MOE.tensors
-    | {
+    {
+        **_QWEN_MOE.tensors,
         "attention.q": ("self_attn.q_proj",),
         "attention.q_down": ("self_attn.q_a_proj",),
         "attention.q_norm": ("self_attn.q_a_layernorm",),

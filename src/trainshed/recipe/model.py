@@ -341,10 +341,11 @@ def _family_values(family: str, heads: Any, hidden: Any, mla: Any = None) -> dic
         if isinstance(hidden, int) and hidden % heads == 0:
             filling["head_dim"] = hidden // heads
     if isinstance(mla, Mla):
-        mla = {"nope_dim": mla.nope_dim, "rope_dim": mla.rope_dim}
-    widths = [mla.get("nope_dim"), mla.get("rope_dim")] if isinstance(mla, dict) else [None]
-    if all(isinstance(width, int) for width in widths):
-        filling["head_dim"] = sum(widths)
+        filling["head_dim"] = mla.nope_dim + mla.rope_dim
+    elif isinstance(mla, dict):
+        plain, turned = mla.get("nope_dim"), mla.get("rope_dim")
+        if isinstance(plain, int) and isinstance(turned, int):
+            filling["head_dim"] = plain + turned
     return filling
 
 

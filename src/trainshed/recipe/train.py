@@ -200,7 +200,7 @@ def lora_problems(lora: Lora, config: ModelConfig) -> Iterator[Problem]:
     """Yield what an architecture cannot do of adapters; paths are within `train.lora`."""
     moe = config.moe
     dense = ("gate_proj", "up_proj", "down_proj") if config.gated else ("up_proj", "down_proj")
-    here: set[str] = {*LORA_GROUPS["attn"]} - {*LATENT_PROJECTIONS}
+    here: set[str] = {"q_proj", "k_proj", "v_proj", "o_proj"}
     if config.mla is not None:
         here = {"o_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
         here |= {"q_proj"} if config.mla.query_rank is None else {"q_a_proj", "q_b_proj"}
