@@ -204,6 +204,7 @@ def add_adapters(stage: DecoderStage, lora: Lora, *, dtype: torch.dtype, added: 
             table.added = TrainedRows(added, config.hidden, stage.vocab_start, stop).to(dtype)
     with torch.device("cpu"):  # even while parameters are made on the meta device
         positions = context_parallel_positions(spec.sequence_length, axes.cp.size, axes.cp.rank).to(spec.device)
+        whole_sequence = torch.arange(spec.sequence_length).to(spec.device)
     for number in spec.layers:
         block = stage.layers[str(number)]
         assert isinstance(block, DecoderLayer)
@@ -234,9 +235,12 @@ def add_adapters(stage: DecoderStage, lora: Lora, *, dtype: torch.dtype, added: 
                 )
                 for projection in projections
             }
-            # What every tp rank holds whole sees the rank's own tokens alone.
-            columns_seen = stage.local_columns if projections[0].replicated else positions
-            module.lora = LoraAdapters(weights, rows, lora, dropout, columns_seen, columns).to(dtype)
+            seen = positions
+            if projections[0].replicated:
+                seen = stage.local_columns  # what every tp rank holds whole sees the rank's own tokens alone
+            elif name == "attention.kv_up":
+                seen = whole_sequence  # the latents of all cp ranks
+            module.lora = LoraAdapters(weights, rows, lora, dropout, seen, columns).to(dtype)
 
 
 @contextmanager

@@ -37,8 +37,16 @@ MODELS["latent"] = {
     "mla": {"query_rank": 10, "kv_rank": 6, "nope_dim": 4, "rope_dim": 2, "value_dim": 3},
     # One layer without experts, one with; a token visits two experts of two out of four groups.
     "moe": {
-        **{"experts": 8, "top_k": 2, "ffn": 8, "shared_ffn": 12, "dense_first": 1, "scale": 1.5},
-        **{"scores": "sigmoid", "score_bias": True, "groups": 4, "top_groups": 2},
+        "experts": 8,
+        "top_k": 2,
+        "ffn": 8,
+        "shared_ffn": 12,
+        "dense_first": 1,
+        "scale": 1.5,
+        "scores": "sigmoid",
+        "score_bias": True,
+        "groups": 4,
+        "top_groups": 2,
     },
 }
 ALONE = "micro_batch=2"
