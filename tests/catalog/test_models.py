@@ -17,6 +17,8 @@ ONE_PER_FAMILY = [
     "llama3.2-1b",
     "mistral-7b",
     "mixtral-8x22b",
+    "deepseek-v3",
+    "moonlight-16b-a3b",
     "qwen2.5-0.5b",
     "qwen3-0.6b",
     "qwen3-235b-a22b",
@@ -44,6 +46,8 @@ PROMISED = {
     "olmo3": ("7b", "32b"),
     "gemma2": ("2b", "9b", "27b"),
     "gemma3": ("1b", "4b", "12b", "27b"),
+    "deepseek": ("v3",),
+    "moonlight": ("16b-a3b",),
 }
 
 
@@ -52,9 +56,19 @@ def count_weights(config: ModelConfig) -> int:
     attention = config.hidden * (query + 2 * key) + query * config.hidden
     attention += config.qkv_bias * (query + 2 * key) + config.output_bias * config.hidden
     attention += config.qk_norm * (query + key if config.family.startswith("olmo") else 2 * config.head_dim)
+    if (mla := config.mla) is not None:
+        per_head, rank = mla.nope_dim + mla.rope_dim, mla.query_rank
+        queries = config.heads * per_head * (rank or config.hidden) + (config.hidden + 1) * (rank or 0)
+        keys = config.hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank
+        keys += mla.kv_rank * config.heads * (mla.nope_dim + mla.value_dim)
+        attention = queries + keys + config.heads * mla.value_dim * config.hidden
     norm = config.hidden * (2 if config.norm == "layer" else 1)
     inputs = 2 if config.gated else 1
+    first = 0
     if config.moe is not None:
+        if config.moe.dense_first:
+            assert config.ffn is not None
+            first = config.moe.dense_first * (inputs + 1) * config.hidden * config.ffn
         width = config.moe.experts * config.moe.ffn + config.moe.shared_ffn
         block = (inputs + 1) * config.hidden * width + config.hidden * config.moe.experts
     else:
@@ -65,7 +79,8 @@ def count_weights(config: ModelConfig) -> int:
     if config.positions == "learned":
         embedding += config.max_positions * config.hidden
     norms = 4 if config.family.startswith("gemma") else 2
-    return embedding + config.layers * (attention + block + norms * norm) + norm
+    with_block = config.layers - (config.moe.dense_first if config.moe is not None else 0)
+    return embedding + config.layers * (attention + norms * norm) + with_block * block + first + norm
 
 
 def hugging_face_config(config: ModelConfig) -> object:
@@ -107,6 +122,14 @@ def hugging_face_config(config: ModelConfig) -> object:
             return hf.NemotronConfig(**common)
     assert config.moe is not None
     experts = {"num_experts_per_tok": config.moe.top_k}
+    if (mla := config.mla) is not None:
+        return hf.DeepseekV3Config(
+            **{key: value for key, value in common.items() if key != "head_dim"}, **experts,
+            intermediate_size=config.ffn, moe_intermediate_size=config.moe.ffn, n_routed_experts=config.moe.experts,
+            n_shared_experts=config.moe.shared_ffn // config.moe.ffn, first_k_dense_replace=config.moe.dense_first,
+            q_lora_rank=mla.query_rank, kv_lora_rank=mla.kv_rank, qk_nope_head_dim=mla.nope_dim,
+            qk_rope_head_dim=mla.rope_dim, v_head_dim=mla.value_dim,
+        )  # fmt: skip
     if config.family == "mixtral":
         return hf.MixtralConfig(
             **common, **experts, intermediate_size=config.moe.ffn, num_local_experts=config.moe.experts

@@ -161,6 +161,10 @@ def causal_attention(
     if document_mask is not None:
         return _masked_attention(query, key, value, document_mask, rule)
     if (windowed or keys > queries) and not rule.needs_scores and _flash_supports(query):
+        if (missing := query.shape[-1] - value.shape[-1]) > 0:
+            # The kernel takes one width; latent attention has narrower values.
+            value = F.pad(value, (0, missing))
+            return _flash_attention(query, key, value, window if windowed else None, rule.scale)[..., :-missing]
         return _flash_attention(query, key, value, window if windowed else None, rule.scale)
     mask = None
     if keys != queries or windowed or rule.needs_scores:
@@ -252,7 +256,7 @@ def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> torch.Te
     D is the part of a head that is turned. `local` is for layers with a window that have a base of their own.
     """
     assert config.rope is not None, "the schema asks for it wherever positions are rotary"
-    rope, width = config.rope, config.rope.rotary_dim(config.head_dim)
+    rope, width = config.rope, config.rotary_dim
     exponent = torch.arange(0, width, 2, dtype=torch.int64).float() / width
     if local:
         assert rope.local_base is not None, "the caller asks `has_local_rope`"
@@ -309,7 +313,14 @@ def _rotary_magnitude(config: ModelConfig, *, local: bool) -> float:
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-    return 1.0 if scaling.factor <= 1 else 0.1 * math.log(scaling.factor) + 1.0
+    if scaling.mscale and scaling.mscale_all_dim:
+        return yarn_magnitude(scaling, scaling.mscale) / yarn_magnitude(scaling, scaling.mscale_all_dim)
+    return yarn_magnitude(scaling)
+
+
+def yarn_magnitude(scaling: RopeScaling, mscale: float = 1.0) -> float:
+    """Return how much larger attention is made by YaRN for a longer context."""
+    return 1.0 if scaling.factor <= 1 else 0.1 * mscale * math.log(scaling.factor) + 1.0
 
 
 def rotary_table(

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from trainshed.models.attention import Attention, attention_rule, context_parallel_positions, rotary_table
 from trainshed.models.collectives import ParallelAxes, all_gather, reduce_scatter
 from trainshed.models.documents import AttentionMask, document_masks, document_positions, has_block_attention
+from trainshed.models.latent_attention import MultiHeadLatentAttention
 from trainshed.models.layers import MLP, CounterDropout, Norm
 from trainshed.models.loss import LOSS_TERMS, VocabularyShard, linear_cross_entropy, replace_rows
 from trainshed.models.moe import ROUTER_LOSS_TERMS, MoE
@@ -49,6 +50,8 @@ class Regularization:
     z_loss: float = 0.0
     moe_balance: float = 0.0
     moe_z: float = 0.0
+    moe_bias_update: float = 0.0
+    """How far the bias of each expert's score moves in a step, towards even load."""
     dropout: float = 0.0
     seed: int = 0
     token_loss: TokenLoss | None = None
@@ -124,15 +127,17 @@ class DecoderLayer(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.recompute = recompute
+        self.recompute, self.layer = recompute, layer
         self.checkpoint_contexts = (
             selective_checkpoint_contexts if config.moe is None else selective_checkpoint_contexts_beside_hooks
         )
         self.cheap_products: frozenset[int] = frozenset()
         """Inner sizes of the products that selective recompute repeats: those that adapters end in."""
-        self.attention = Attention(config, axes, layer)
-        self.has_local_rope = config.has_local_rope(layer)
-        if config.moe is None:
+        self.attention: Attention | MultiHeadLatentAttention = (
+            Attention(config, axes, layer) if config.mla is None else MultiHeadLatentAttention(config, axes)
+        )
+        self.window, self.has_local_rope = config.layer_window(layer), config.has_local_rope(layer)
+        if not config.has_experts(layer):
             assert config.ffn is not None, "the schema asks for it wherever there are no experts"
             self.mlp: MLP | MoE = MLP(config, config.ffn, axes)
         else:
@@ -149,7 +154,7 @@ class DecoderLayer(nn.Module):
         columns: torch.Tensor,
         masks: tuple[AttentionMask, ...] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the residual stream [s, B, H] and the router's losses, if there is a router.
+        """Return the residual stream [s, B, H] and the router's figures (`MoE.forward`), if there is a router.
 
         `sequence_scale` is 1 / sequences of the global batch, for the router's losses. `samples` and `columns` are for
         dropout, `masks` keep documents apart.
@@ -173,11 +178,12 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = x + self.attention_dropout(self.attention(x, rotary, samples, masks), samples, columns)
         if isinstance(self.mlp, MoE):
-            out, router_losses = self.mlp(x, sequence_scale, samples)
-            out, router_losses = _AttachLosses.apply(out, router_losses), router_losses.detach()
+            out, router_figures = self.mlp(x, sequence_scale, samples)
+            out = _AttachLosses.apply(out, router_figures[: len(ROUTER_LOSS_TERMS)])
+            router_figures = router_figures.detach()
         else:
-            out, router_losses = self.mlp(x, samples), None
-        return x + self.mlp_dropout(out, samples, columns), router_losses
+            out, router_figures = self.mlp(x, samples), None
+        return x + self.mlp_dropout(out, samples, columns), router_figures
 
 
 class Embedding(nn.Module):
@@ -288,6 +294,11 @@ class DecoderStage(nn.Module):
             start, stop = tp.shard_bounds(len(local))
             self.columns, self.local_columns = local.to(device), local[start:stop].to(device)
         self.router_losses = torch.zeros(len(ROUTER_LOSS_TERMS), dtype=torch.float64, device=device)
+        moe = self.config.moe
+        self.expert_load: torch.Tensor | None = None
+        """Tokens of this rank that each expert of each layer was chosen for since it was set to 0 [layers, E]."""
+        if moe is not None and moe.score_bias:
+            self.expert_load = torch.zeros(self.config.layers, moe.experts, dtype=torch.float64, device=device)
 
     def _rotary(self, positions: torch.Tensor, *, local: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines [S, 1, 1, D] on the device; `local`: for layers with a rotary base of their own."""
@@ -318,11 +329,14 @@ class DecoderStage(nn.Module):
         masks = self._masks(x.shape[1], document_starts)
         for block, saving in self._layers(x, positions, masks, samples):
             assert isinstance(block, DecoderLayer), "a decoder's layers are blocks"
-            rotary, mask = positions[block.has_local_rope], masks.get(block.attention.rule.window)
+            rotary, mask = positions[block.has_local_rope], masks.get(block.window)
             with saving:
-                x, router_losses = block(x, rotary, self.normalization.sequences, samples, self.local_columns, mask)
-            if router_losses is not None:
-                self.router_losses += router_losses
+                x, router_figures = block(x, rotary, self.normalization.sequences, samples, self.local_columns, mask)
+            if router_figures is not None:
+                # Outside of what is recomputed, so that nothing is counted twice.
+                self.router_losses += router_figures[: len(ROUTER_LOSS_TERMS)]
+                if self.expert_load is not None:
+                    self.expert_load[block.layer] += router_figures[len(ROUTER_LOSS_TERMS) :]
         if not self.spec.last:
             return x
         hidden = all_gather(self.norm(x), self.axes.tp)

@@ -7,13 +7,13 @@ Otherwise it is an error that names it.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from trainshed.errors import InputError
 from trainshed.models.hf_attention import HfAttentionReader, WindowStyle, as_json, write_rope, write_windows
+from trainshed.models.nearest_family import nearest_family
 from trainshed.plugins import Registry
 from trainshed.recipe import ModelConfig
 from trainshed.recipe.model import FamilyName, family_decoder
@@ -28,12 +28,14 @@ class HfTensorNames:
     `base` is the prefix of all tensors but the head; checkpoints saved without a head lack it. `layer` is the prefix of
     a layer's tensors. `tensors` maps our names (without layer and without `.weight` or `.bias`) to theirs: several if
     only ours is fused, one if theirs is fused as well. Weights of `transposed` tensors are [in, out] (Conv1D).
+    `endings` are their words for what is neither `.weight` nor `.bias`.
     """
 
     base: str
     layer: str
     tensors: Mapping[str, tuple[str, ...]]
     transposed: frozenset[str] = frozenset()
+    endings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class HfFamily:
     defaults: Mapping[str, Any]
     names: HfTensorNames
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    latent: Mapping[str, str] = field(default_factory=dict)
+    """The keys inside `mla`, of a family with latent attention."""
     rope_base: float = 10000.0
     local_rope_base: float | Literal["base"] | None = None
     """Of layers with a window, if they have a rotary table of their own, which is never stretched."""
@@ -125,6 +129,25 @@ _QWEN_MOE = HfTensorNames(
         "mlp.experts.gate_up": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
         "mlp.experts.down": ("mlp.experts.{expert}.down_proj",),
     },
+)
+_DEEPSEEK = HfTensorNames(
+    "model.",
+    "model.layers.{layer}.",
+    {
+        **_QWEN_MOE.tensors,
+        "attention.q": ("self_attn.q_proj",),
+        "attention.q_down": ("self_attn.q_a_proj",),
+        "attention.q_norm": ("self_attn.q_a_layernorm",),
+        "attention.q_up": ("self_attn.q_b_proj",),
+        "attention.kv_down": ("self_attn.kv_a_proj_with_mqa",),
+        "attention.kv_norm": ("self_attn.kv_a_layernorm",),
+        "attention.kv_up": ("self_attn.kv_b_proj",),
+        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.down": ("mlp.down_proj",),
+        "mlp.shared.gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        "mlp.shared.down": ("mlp.shared_experts.down_proj",),
+    },
+    endings={"score_bias": "e_score_correction_bias"},
 )
 _GPT2 = HfTensorNames(
     "transformer.",
@@ -270,6 +293,42 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
         window_style="switched",
         asks_window_layers=False,
     ),
+    "deepseek_v3": HfFamily(
+        "DeepseekV3ForCausalLM",
+        {key: name for key, name in _COMMON.items() if key not in ("kv_heads", "head_dim")},
+        _DEFAULTS
+        | {
+            "rms_norm_eps": 1e-6,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "q_lora_rank": 1536,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": True,
+            "rope_interleave": True,
+        },
+        _DEEPSEEK,
+        {
+            "experts": ("n_routed_experts", "num_local_experts"),
+            "top_k": ("num_experts_per_tok",),
+            "ffn": ("moe_intermediate_size",),
+            "normalize_top_k": ("norm_topk_prob",),
+            "groups": ("n_group",),
+            "top_groups": ("topk_group",),
+            "scale": ("routed_scaling_factor",),
+            "dense_first": ("first_k_dense_replace",),
+        },
+        latent={
+            "query_rank": "q_lora_rank",
+            "kv_rank": "kv_lora_rank",
+            "nope_dim": "qk_nope_head_dim",
+            "rope_dim": "qk_rope_head_dim",
+            "value_dim": "v_head_dim",
+            "rope_interleaved": "rope_interleave",
+        },
+    ),
     "gpt2": HfFamily(
         "GPT2LMHeadModel",
         {
@@ -330,6 +389,8 @@ _HARMLESS = frozenset({
     "length_penalty", "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "diversity_penalty", "max_length",
     "min_length", "do_sample",
 })  # fmt: skip
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""DeepSeek-V3's layers that predict more than the next token; the first is the published name."""
 _UNREAD_HINT = (
     "no key of a config is ignored: if this one changes nothing, take it out of a copy of config.json; "
     "if the architecture is known to fit, write it out under `model.config` in the recipe"
@@ -363,6 +424,8 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         written |= write_rope(config, HF_FAMILIES[decoder]) | write_windows(config, HF_FAMILIES[decoder])
     if config.moe is not None:
         written |= {hf_key[0]: getattr(config.moe, native_key) for native_key, hf_key in family.experts.items()}
+    if decoder == "deepseek_v3":
+        written |= _deepseek_keys(config, family)
     if decoder == "qwen3_moe" and config.moe is not None:
         # Read by no layer; the published models have this product here.
         written["intermediate_size"] = config.moe.ffn * config.moe.top_k
@@ -395,7 +458,9 @@ class _ConfigReader:
         self.key_locations: dict[KeyPath, str] = {}
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
-            raise self._error(f"`model_type: {as_json(model_type)}` is not a family here", _nearest_family(model_type))
+            raise self._error(
+                f"`model_type: {as_json(model_type)}` is not a family here", nearest_family(model_type, HF_FAMILIES)
+            )
         self._name = model_type
         self._family, self._decoder = HF_FAMILIES[self._name], family_decoder(self._name)
         architectures = config.get("architectures") or [self._family.architecture]
@@ -438,9 +503,44 @@ class _ConfigReader:
                 hf_key = next((name for name in names if name in self._config), names[0])
                 config["moe"][native_key] = self._take(hf_key)
                 self.key_locations[("moe", native_key)] = hf_key
+        if self._decoder == "deepseek_v3":
+            self._read_deepseek(config)
         if self._decoder == "qwen3_moe":
             self._read.add("intermediate_size")  # of layers without experts, and `mlp_only_layers` must name none
         return config
+
+    def _read_deepseek(self, config: dict[str, Any]) -> None:
+        """Read latent attention and the shared experts; see that routing is the kind that the family has."""
+        config["mla"] = {}
+        for native_key, hf_key in self._family.latent.items():
+            config["mla"][native_key] = self._take(hf_key)
+            self.key_locations[("mla", native_key)] = hf_key
+        del config["head_dim"]  # filled in from the two parts of a head
+        moe, kinds = config["moe"], {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+        for key, kind in kinds.items():
+            self._read.add(key)
+            if self._config.get(key, kind) != kind:
+                raise self._error(
+                    f"`{key}: {as_json(self._config[key])}` is not how DeepSeek-V3 routes", f"only {kind} is read"
+                )
+        shared = self._take("n_shared_experts") or 0
+        moe |= {"scores": "sigmoid", "score_bias": True, "shared_ffn": shared * moe["ffn"]}
+        if not moe["dense_first"]:
+            config["ffn"] = None  # no layer reads it
+        heads = self._config.get("num_key_value_heads")
+        if heads is not None and heads != config["heads"]:
+            raise self._error(f"`num_key_value_heads: {heads}` is not its {config['heads']} heads", _UNREAD_HINT)
+        # Widths that follow from others, settings of a training, and layers for more than the next token, whose tensors
+        # are left out with a note.
+        self._read.update(("num_key_value_heads", "head_dim", "qk_head_dim", *MTP_KEYS))
+        self._read.update(("aux_loss_alpha", "seq_aux", "ep_size", "auto_map"))
+        if "quantization_config" in self._config:
+            method = (self._config["quantization_config"] or {}).get("quant_method")
+            raise self._error(
+                f"the weights are quantised (`quantization_config.quant_method: {as_json(method)}`)",
+                "read are bf16, fp16 and fp32: convert them first, as fp8_cast_bf16.py of DeepSeek-V3's repository "
+                "does, or name a copy in bf16",
+            )
 
     def check_unread_keys(self) -> None:
         rest = {
@@ -469,37 +569,22 @@ class _ConfigReader:
         return InputError(what, where=self._where, hint=hint)
 
 
-# Families that are not here, by the beginning of their `model_type`, and what is nearest to them.
-_NEAREST_FAMILY = {
-    "gemma3n": "gemma3_text",
-    "gemma3": "gemma3_text",
-    "gemma": "gemma2",
-    "phi": "phi3",
-    "olmo": "olmo2",
-    "nemotron": "nemotron",
-    "gpt_oss": "mixtral",
-    "gpt": "gpt2",
-    "qwen3": "qwen3",
-    "qwen": "qwen2",
-    "mixtral": "mixtral",
-    "ministral": "mistral",
-    "deepseek_v2": "deepseek_v3",
-    "llama": "llama",
-    "smollm": "llama",
-    "granite": "llama",
-    "yi": "llama",
-}
-
-
-def _nearest_family(model_type: Any) -> str:
-    """Say which family here is nearest to one that is not."""
-    known = f"known are {', '.join(HF_FAMILIES)}"
-    if not isinstance(model_type, str):
-        return known
-    begins = [nearest for start, nearest in _NEAREST_FAMILY.items() if model_type.startswith(start)]
-    candidates = [*begins, *difflib.get_close_matches(model_type, list(HF_FAMILIES), n=1, cutoff=0.5)]
-    near = next((name for name in candidates if name in HF_FAMILIES), None)
-    return known if near is None else f"the nearest here is {near}, which computes something else; {known}"
+def _deepseek_keys(config: ModelConfig, family: HfFamily) -> dict[str, Any]:
+    """Return what only DeepSeek-V3's config has: latent attention, shared experts, the kind of routing."""
+    moe, mla = config.moe, config.mla
+    assert moe is not None, "the family has experts"
+    assert mla is not None, "the family has latent attention"
+    written = {hf_key: getattr(mla, native_key) for native_key, hf_key in family.latent.items()}
+    written |= {"num_key_value_heads": config.heads, "attention_bias": False, **dict.fromkeys(MTP_KEYS[:1], 0)}
+    # Read by no layer where all have experts; transformers takes no null.
+    written["intermediate_size"] = config.ffn or moe.ffn
+    written["n_shared_experts"], rest = divmod(moe.shared_ffn, moe.ffn)
+    if rest or not moe.shared_ffn:
+        raise InputError(
+            f"Hugging Face's {config.family} cannot be told `moe.shared_ffn: {moe.shared_ffn}`",
+            hint=f"write a multiple of the {moe.ffn} of one expert, or keep it native",
+        )
+    return written | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
 def _activation_name(config: ModelConfig) -> str:

@@ -39,6 +39,8 @@ _SCALING_KEYS: dict[str, dict[str, tuple[str, Any]]] = {
         "beta_slow": ("beta_slow", 1),
         "attention_factor": ("attention_factor", None),
         "truncate": ("truncate", True),
+        "mscale": ("mscale", None),
+        "mscale_all_dim": ("mscale_all_dim", None),
     },
 }
 

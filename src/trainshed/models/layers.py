@@ -88,9 +88,10 @@ class Norm(nn.Module):
     is then computed in float32 or better.
     """
 
-    def __init__(self, width: int, config: ModelConfig, *, kind: str | None = None) -> None:
+    def __init__(self, width: int, config: ModelConfig, *, kind: str | None = None, eps: float | None = None) -> None:
         super().__init__()
-        self.kind, self.eps, self.zero_centered = kind or config.norm, config.norm_eps, config.zero_centered_norms
+        self.kind, self.eps = kind or config.norm, config.norm_eps if eps is None else eps
+        self.zero_centered = config.zero_centered_norms
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if self.kind == "layer" else None
 

@@ -1,7 +1,7 @@
 """The shape of a model as the planner needs it: the weight matrices of each layer, and what a token costs in them.
 
-A `ModelConfig` is what our own engine can train. Published measurements are also of models it cannot train (latent
-attention, dense first layers, every second layer windowed), so the planner's arithmetic uses this wider description.
+A `ModelConfig` is what our own engine can train. Published measurements are also of models it cannot train (experts in
+every second layer, every second layer windowed), so the planner's arithmetic uses this wider description.
 `model_shape` turns a `ModelConfig` into a `ModelShape`; a test checks that both count the same weights and FLOPs.
 """
 
@@ -284,7 +284,7 @@ def _count_elements(matrices: Iterable[WeightMatrix]) -> int:
 
 def model_shape(config: ModelConfig, name: str = "") -> ModelShape:
     """Describe a model that our engine can train."""
-    moe = config.moe
+    moe, mla = config.moe, config.mla
     return ModelShape(
         name=name or config.family,
         layers=config.layers,
@@ -292,7 +292,7 @@ def model_shape(config: ModelConfig, name: str = "") -> ModelShape:
         heads=config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        value_dim=config.head_dim,
+        value_dim=config.value_dim,
         ffn=config.ffn or 0,
         vocab_size=config.vocab_size,
         gated=config.gated,
@@ -308,4 +308,6 @@ def model_shape(config: ModelConfig, name: str = "") -> ModelShape:
         window=config.sliding_window,
         window_pattern=tuple(kind == "window" for kind in config.attention_pattern or ("window",)),
         experts=None if moe is None else ExpertShape(moe.experts, moe.top_k, moe.ffn, moe.shared_ffn),
+        dense_first=0 if moe is None else moe.dense_first,
+        latent=None if mla is None else LatentAttention(mla.query_rank or 0, mla.kv_rank, mla.rope_dim),
     )

@@ -25,7 +25,7 @@ from trainshed.recipe.section import (
 )
 
 FamilyName = Literal[
-    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2",
+    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2",
     "olmo2", "olmo3", "gemma2", "gemma3_text", "phi3", "nemotron",
 ]  # fmt: skip
 AttentionKind = Literal["window", "full"]
@@ -53,6 +53,7 @@ FIXED_BY_FAMILY: dict[str, dict[str, Any]] = {
     "qwen2": _ROPE_DECODER | {"qkv_bias": True},
     "qwen3": _ROPE_DECODER | {"qk_norm": True},
     "qwen3_moe": _ROPE_DECODER | {"qk_norm": True},
+    "deepseek_v3": _ROPE_DECODER,
     "gpt2": {
         "norm": "layer",
         "gated": False,
@@ -80,6 +81,7 @@ DEFAULT_BY_FAMILY: dict[str, dict[str, Any]] = {
     "qwen2": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
     "qwen3": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
     "qwen3_moe": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
+    "deepseek_v3": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
     "gpt2": {"norm_eps": 1e-5, "activation": "gelu_tanh", "tied_embeddings": True},
     "olmo2": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
     "olmo3": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
@@ -90,18 +92,27 @@ DEFAULT_BY_FAMILY: dict[str, dict[str, Any]] = {
 }
 FILLED_IN = {
     "kv_heads": "`heads`",
-    "head_dim": "hidden / heads",
+    "head_dim": "hidden / heads; with `mla` its nope_dim + rope_dim",
     **dict.fromkeys((*_ROPE_DECODER, "norm_eps", "activation", "tied_embeddings"), "the family's"),
 }
 """Keys that need not be written, and what fills them in."""
-_EXPERT_FAMILIES = ("mixtral", "qwen3_moe")
+_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
+_LATENT_FAMILIES = ("deepseek_v3",)
 
 
 _LLAMA3_KEYS = ("low_frequency_factor", "high_frequency_factor", "original_positions")
 _SCALING_KEYS = {
     "linear": (),
     "llama3": _LLAMA3_KEYS,
-    "yarn": ("original_positions", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+    "yarn": (
+        "original_positions",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "truncate",
+        "mscale",
+        "mscale_all_dim",
+    ),
 }
 """Which keys each kind of stretching reads besides `factor`."""
 
@@ -123,6 +134,11 @@ class RopeScaling(Section):
     )
     truncate: bool | None = Field(
         None, description="yarn: round the bounds of the ramp to whole channels; null: they are rounded"
+    )
+
+    mscale: PositiveFloat | None = Field(None, description="yarn: how much cosines and sines grow with the factor")
+    mscale_all_dim: PositiveFloat | None = Field(
+        None, description="yarn: what `mscale` is divided by; with latent attention scores grow by it instead"
     )
 
     def problems(self) -> Iterator[Problem]:
@@ -160,19 +176,69 @@ class Rope(Section):
         return int(head_dim * self.fraction)
 
 
+class Mla(Section):
+    """Multi-head latent attention (DeepSeek-V2): keys and values are computed from one short vector for each token.
+
+    That vector and the rotary part of the key, which all heads share, are all that generation keeps of a token.
+    """
+
+    query_rank: PositiveInt | None = Field(
+        None, description="Width that queries are computed from; null: the residual stream", examples=[1536]
+    )
+    kv_rank: PositiveInt = Field(description="Width that keys and values are computed from", examples=[512])
+    nope_dim: PositiveInt = Field(description="Width of a query and key head without position", examples=[128])
+    rope_dim: PositiveInt = Field(description="Width of a query and key head with rotary position", examples=[64])
+    value_dim: PositiveInt = Field(description="Width of a value head", examples=[128])
+    rope_interleaved: bool = Field(
+        True, description="Whether a pair that is turned is two neighbours; otherwise half a head apart"
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Rotary positions turn pairs."""
+        if self.rope_dim % 2:
+            yield Problem(("rope_dim",), f"{self.rope_dim} is odd; rotary positions turn pairs", "write an even number")
+
+
 class Moe(Section):
-    """A mixture of experts in place of the feed-forward block of every layer."""
+    """A mixture of experts in place of the feed-forward block of every layer, or of all but the first."""
 
     experts: PositiveInt = Field(description="Number of routed experts", examples=[8])
     top_k: PositiveInt = Field(description="Experts that each token visits", examples=[2])
     ffn: PositiveInt = Field(description="Inner width of one expert", examples=[14336])
     shared_ffn: NotNegativeInt = Field(0, description="Inner width of the expert every token visits; 0: none")
     normalize_top_k: bool = Field(True, description="Scale the weights of a token's experts so that they sum to 1")
+    scores: Literal["softmax", "sigmoid"] = Field("softmax", description="How the router's logits become scores")
+    score_bias: bool = Field(
+        False,
+        description="Experts are chosen by score plus a bias, which moves towards even load at each step "
+        "(`train.moe.bias_update`)",
+    )
+    groups: PositiveInt = Field(1, description="Groups of experts, of which a token visits only some")
+    top_groups: PositiveInt = Field(1, description="Groups that each token visits")
+    scale: PositiveFloat = Field(1.0, description="Factor of what routed experts add")
+    dense_first: NotNegativeInt = Field(0, description="First layers that have `ffn` and no experts")
 
     def problems(self) -> Iterator[Problem]:
-        """A token cannot visit more experts than there are."""
+        """A token cannot visit more experts, or groups of them, than there are."""
         if self.top_k > self.experts:
             yield Problem(("top_k",), f"{self.top_k} is more than the {self.experts} experts", "write fewer")
+        if self.top_groups > self.groups:
+            yield Problem(("top_groups",), f"{self.top_groups} is more than the {self.groups} groups", "write fewer")
+        elif self.experts % self.groups:
+            yield Problem(
+                ("groups",), f"{self.groups} does not divide the {self.experts} experts", "write a divisor of them"
+            )
+        elif self.groups > 1 and self.experts // self.groups < 2:
+            yield Problem(("groups",), "a group is chosen by its two best experts, and has only one", "write fewer")
+        elif self.top_k > self.top_groups * (self.experts // self.groups):
+            yield Problem(
+                ("top_k",),
+                f"{self.top_k} is more than the {self.top_groups * (self.experts // self.groups)} experts of "
+                f"{self.top_groups} groups",
+                "write fewer, or more `top_groups`",
+            )
+        if self.score_bias and self.scores != "sigmoid":
+            yield Problem(("score_bias",), "is for scores that are independent", "write `scores: sigmoid`")
 
 
 class ModelConfig(Section):
@@ -186,7 +252,9 @@ class ModelConfig(Section):
     heads: PositiveInt = Field(description="Query heads", examples=[32])
     kv_heads: PositiveInt = Field(description="Key and value heads", examples=[8])
     head_dim: PositiveInt = Field(description="Width of one head", examples=[128])
-    ffn: PositiveInt | None = Field(None, description="Inner width of the feed-forward block (not with `moe`)")
+    ffn: PositiveInt | None = Field(
+        None, description="Inner width of the feed-forward block; with `moe`, of its `dense_first` layers"
+    )
     vocab_size: PositiveInt = Field(description="Rows of the embedding", examples=[128256])
     max_positions: PositiveInt = Field(description="Longest sequence the model is made for", examples=[8192])
     norm: Literal["rms", "layer"] = Field(description="Normalisation")
@@ -226,6 +294,7 @@ class ModelConfig(Section):
     zero_centered_norms: bool = Field(False, description="Norms multiply by 1 + weight")
     scaled_embeddings: bool = Field(False, description="Multiply the embedding by sqrt(hidden)")
     moe: Moe | None = Field(None, description="A mixture of experts in place of the feed-forward block")
+    mla: Mla | None = Field(None, description="Latent attention; needed where the family has it")
     init_std: PositiveFloat = Field(0.02, description="Standard deviation of fresh weights")
 
     @model_validator(mode="before")
@@ -233,11 +302,27 @@ class ModelConfig(Section):
     def _fill_from_family(cls, given: Any) -> Any:
         if not isinstance(given, dict) or not _is_family(given.get("family")):
             return given
-        return _family_values(given["family"], given.get("heads"), given.get("hidden")) | given
+        return _family_values(given["family"], given.get("heads"), given.get("hidden"), given.get("mla")) | given
 
     def derived_values(self) -> dict[str, Any]:
         """Return what family and sizes fill in."""
-        return _family_values(self.family, self.heads, self.hidden)
+        return _family_values(self.family, self.heads, self.hidden, self.mla)
+
+    @property
+    def rotary_dim(self) -> int:
+        """The width of a head that has rotary positions."""
+        if self.mla is not None:
+            return self.mla.rope_dim
+        return self.head_dim if self.rope is None else self.rope.rotary_dim(self.head_dim)
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value head."""
+        return self.head_dim if self.mla is None else self.mla.value_dim
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in place of the feed-forward block."""
+        return self.moe is not None and layer >= self.moe.dense_first
 
     def problems(self) -> Iterator[Problem]:
         """What the family and the sizes ask of each other."""
@@ -271,6 +356,7 @@ class ModelConfig(Section):
         if self.positions == "learned" and self.rope is not None:
             yield Problem(("rope",), f"the family {self.family} has learned positions", "delete `rope`")
         yield from self._pattern_problems()
+        yield from self._latent_problems()
         yield from self._feed_forward_problems()
 
     def layer_window(self, layer: int) -> int | None:
@@ -301,6 +387,30 @@ class ModelConfig(Section):
                 f"write [{', '.join(shortest)}]",
             )
 
+    def _latent_problems(self) -> Iterator[Problem]:
+        latent = family_decoder(self.family) in _LATENT_FAMILIES
+        if latent and self.mla is None:
+            yield Problem(
+                ("mla",),
+                f"is missing: the family {self.family} has latent attention",
+                "mla: {kv_rank: 512, nope_dim: 128, rope_dim: 64, value_dim: 128}",
+            )
+        elif not latent and self.mla is not None and family_decoder(self.family) in FIXED_BY_FAMILY:
+            yield Problem(
+                ("mla",),
+                f"the family {self.family} has no latent attention",
+                f"write `family: {_LATENT_FAMILIES[0]}`",
+            )
+        if self.mla is None:
+            return
+        width = self.mla.nope_dim + self.mla.rope_dim
+        if self.head_dim != width:
+            yield Problem(("head_dim",), f"a head of `mla` is nope_dim + rope_dim = {width} wide", "delete the line")
+        if self.kv_heads != self.heads:
+            yield Problem(("kv_heads",), "latent attention has a key for each query head", "delete the line")
+        if self.sliding_window is not None:
+            yield Problem(("sliding_window",), "latent attention has no window", "delete the line")
+
     def _feed_forward_problems(self) -> Iterator[Problem]:
         experts = family_decoder(self.family) in _EXPERT_FAMILIES
         if experts and self.moe is None:
@@ -315,7 +425,13 @@ class ModelConfig(Section):
             )
         elif self.moe is None and self.ffn is None:
             yield Problem(("ffn",), "is missing", f"ffn: {4 * self.hidden}")
-        elif self.moe is not None and self.ffn is not None:
+        elif self.moe is not None and self.moe.dense_first >= self.layers:
+            yield Problem(
+                ("moe", "dense_first"), f"{self.moe.dense_first} leaves none of {self.layers} layers", "write fewer"
+            )
+        elif self.moe is not None and self.moe.dense_first and self.ffn is None:
+            yield Problem(("ffn",), "is missing: the first layers have no experts", f"ffn: {4 * self.hidden}")
+        elif self.moe is not None and not self.moe.dense_first and self.ffn is not None:
             yield Problem(("ffn",), "is not read where every layer has experts", "write the width as `moe.ffn`")
 
 
@@ -343,7 +459,7 @@ def fixed_by_family(family: str) -> dict[str, Any]:
     return FIXED_BY_FAMILY.get(family_decoder(family), {}) | dict(registered.fixed if registered else {})
 
 
-def _family_values(family: str, heads: Any, hidden: Any) -> dict[str, Any]:
+def _family_values(family: str, heads: Any, hidden: Any, mla: Any = None) -> dict[str, Any]:
     registered = registered_class("model family", family)
     defaults = DEFAULT_BY_FAMILY.get(family_decoder(family), {}) | dict(registered.filled_in if registered else {})
     filling = fixed_by_family(family) | defaults
@@ -351,6 +467,12 @@ def _family_values(family: str, heads: Any, hidden: Any) -> dict[str, Any]:
         filling["kv_heads"] = heads
         if isinstance(hidden, int) and hidden % heads == 0:
             filling["head_dim"] = hidden // heads
+    if isinstance(mla, Mla):
+        filling["head_dim"] = mla.nope_dim + mla.rope_dim
+    elif isinstance(mla, dict):
+        plain, turned = mla.get("nope_dim"), mla.get("rope_dim")
+        if isinstance(plain, int) and isinstance(turned, int):
+            filling["head_dim"] = plain + turned
     return filling
 
 

@@ -63,7 +63,8 @@ class ModelRunner:
         self.prefill_chunk_tokens = PREFILL_CHUNK_TOKENS.get(self.device.type, PREFILL_CHUNK_TOKENS["cpu"])
         self.on_gpu = self.device.type == "cuda"
         changed_scores = any(attention_rule(self.config, layer).needs_scores for layer in range(self.config.layers))
-        self._flash = supports_varlen_flash(
+        # Latents are wider than the heads that this kernel takes.
+        self._flash = self.config.mla is None and supports_varlen_flash(
             self.config.head_dim, decoder.spec.dtype, self.device, changed_scores=changed_scores
         )
         self._graphs: dict[tuple[int, bool], _DecodeGraph] = {}
@@ -75,7 +76,7 @@ class ModelRunner:
             dtype = str(decoder.spec.dtype).removeprefix("torch.")
             reporter.note(
                 "answers come kernel by kernel, not as CUDA graphs: these need an NVIDIA GPU, bfloat16 (or float16 "
-                "where there are no experts), heads in steps of 8 and scores without a soft cap; "
+                "where there are no experts), heads in steps of 8, scores without a soft cap and no latent attention; "
                 f"the model is {dtype} with heads of {self.config.head_dim}"
                 + (" and scores that are changed" if changed_scores else " (try --dtype bf16)")
             )

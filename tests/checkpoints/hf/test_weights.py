@@ -109,6 +109,13 @@ def llama_layer(config: ModelConfig, theirs: State) -> State:
         native["mlp.gate_up.weight"] = alternating(*theirs["mlp.gate_up_proj.weight"].chunk(2))
         native["mlp.down.weight"] = theirs["mlp.down_proj.weight"]
         return native
+    if config.mla is not None:
+        names = {"q": "q_proj", "q_down": "q_a_proj", "q_norm": "q_a_layernorm", "q_up": "q_b_proj"}
+        names |= {"kv_down": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "kv_up": "kv_b_proj"}
+        for ours, name in names.items():
+            if f"self_attn.{name}.weight" in theirs:
+                native[f"attention.{ours}.weight"] = theirs[f"self_attn.{name}.weight"]
+        return native | deepseek_mlp(config, theirs)
     for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
         native[f"attention.qkv.{kind}"] = grouped(config, *(theirs[f"self_attn.{part}_proj.{kind}"] for part in "qkv"))
     if config.qk_norm:
@@ -134,6 +141,23 @@ def llama_layer(config: ModelConfig, theirs: State) -> State:
     )
     native["mlp.experts.down"] = torch.stack([theirs[f"{expert}.{down}.weight"] for expert in experts])
     return native
+
+
+def deepseek_mlp(config: ModelConfig, theirs: State) -> State:
+    def block(ours: str, name: str) -> State:
+        gate_up = alternating(theirs[f"{name}.gate_proj.weight"], theirs[f"{name}.up_proj.weight"])
+        return {f"{ours}.gate_up.weight": gate_up, f"{ours}.down.weight": theirs[f"{name}.down_proj.weight"]}
+
+    if "mlp.gate.weight" not in theirs:
+        return block("mlp", "mlp")
+    assert config.moe is not None
+    experts = [block("expert", f"mlp.experts.{expert}") for expert in range(config.moe.experts)]
+    return block("mlp.shared", "mlp.shared_experts") | {
+        "mlp.router.weight": theirs["mlp.gate.weight"],
+        "mlp.router.score_bias": theirs["mlp.gate.e_score_correction_bias"],
+        "mlp.experts.gate_up": torch.stack([expert["expert.gate_up.weight"] for expert in experts]),
+        "mlp.experts.down": torch.stack([expert["expert.down.weight"] for expert in experts]),
+    }
 
 
 def gpt2_layer(config: ModelConfig, theirs: State) -> State:

@@ -62,6 +62,26 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {"family": "phi3", **_SIZES, "ffn": 24, "rope": {"base": 1e4, "fraction": 0.5}},
     "nemotron": {"family": "nemotron", **_SIZES, "ffn": 24, "rope": {"base": 1e4, "fraction": 0.5}},
 }
+MODELS["latent"] = {
+    "family": "deepseek_v3",
+    **{key: value for key, value in _SIZES.items() if key not in ("kv_heads", "head_dim")},
+    "ffn": 24,
+    "rope": {"base": 100.0, "scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 8, "mscale_all_dim": 0.7}},
+    "mla": {"query_rank": 10, "kv_rank": 6, "nope_dim": 4, "rope_dim": 2, "value_dim": 3},
+    # One layer without experts, one with; a token visits two experts of two out of four groups.
+    "moe": {
+        "experts": 8,
+        "top_k": 2,
+        "ffn": 8,
+        "shared_ffn": 12,
+        "dense_first": 1,
+        "scale": 1.5,
+        "scores": "sigmoid",
+        "score_bias": True,
+        "groups": 4,
+        "top_groups": 2,
+    },
+}
 ALONE = "micro_batch=2"
 """The layout that others are held against: one process."""
 
@@ -78,6 +98,8 @@ def recipe_text(model: str) -> str:
     }
     if "moe" in MODELS[model]:
         train["moe"] = {"balance_loss": 0.01, "z_loss": 1e-3}
+    if "mla" in MODELS[model]:
+        train["moe"]["bias_update"] = 0.02  # so large that it changes choices within 20 steps
     body = {
         "trainshed": 1,
         "name": "proof",

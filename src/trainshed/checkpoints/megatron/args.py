@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainshed.errors import InputError
 from trainshed.models.megatron_tensors import ExpertNaming, LayerSpec
 from trainshed.recipe import ModelConfig
-from trainshed.recipe.model import FIXED_BY_FAMILY
+from trainshed.recipe.model import FIXED_BY_FAMILY, Moe
 from trainshed.recipe.validation import validate
 from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 
@@ -356,6 +356,8 @@ def refuse_unsupported_config(config: ModelConfig) -> None:
         raise _no_argument_for(
             no_argument.format("`, `".join(missing)), f"the family {config.family} is not one that it builds from them"
         )
+    if unwritten := unwritten_parts(config):
+        raise _no_argument_for(", ".join(unwritten), "these parts of a model are not written for Megatron")
     if config.gated and config.activation != "silu":
         raise _no_argument_for(
             no_argument.format(f"activation: {config.activation}, gated: true"), "only SwiGLU is gated there"
@@ -383,6 +385,19 @@ def refuse_unsupported_config(config: ModelConfig) -> None:
         raise _no_argument_for(
             no_argument.format("moe.top_k: 1, normalize_top_k: true"), "its router refuses one expert of weight 1"
         )
+
+
+def unwritten_parts(config: ModelConfig) -> list[str]:
+    """Return what an architecture has that nothing here writes in Megatron's words: keys of `model.config`."""
+    parts = [] if config.mla is None else ["`mla`"]
+    if config.rope is not None and config.rope.scaling is not None and config.rope.scaling.kind == "yarn":
+        parts.append("`rope.scaling.kind: yarn`")
+    if config.moe is not None:
+        usual = Moe(experts=1, top_k=1, ffn=1)
+        keys = ("scores", "score_bias", "groups", "scale", "dense_first")
+        changed = [key for key in keys if getattr(config.moe, key) != getattr(usual, key)]
+        parts += [f"`moe.{key}: {str(getattr(config.moe, key)).lower()}`" for key in changed]
+    return parts
 
 
 def _no_argument_for(what: str, hint: str) -> InputError:

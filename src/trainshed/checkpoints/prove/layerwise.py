@@ -25,7 +25,7 @@ from torch import nn
 from trainshed.checkpoints.hf.weights import SAFETENSORS_DTYPES, HfWeights
 from trainshed.checkpoints.prove.compare import boxes
 from trainshed.checkpoints.prove.probe import PROBE_TOKENS, LossProbe, probe_batch
-from trainshed.checkpoints.weights import Weights
+from trainshed.checkpoints.weights import Weights, stored_dtype
 from trainshed.errors import CorruptData, InputError
 from trainshed.models.attention import rotary_table
 from trainshed.models.collectives import ParallelAxes
@@ -133,9 +133,10 @@ class _LayerReader:
     def fill(self, module: nn.Module, prefix: str, table: Mapping[str, Parameter]) -> None:
         """Load the weights of a module on the meta device."""
         state = {}
-        for name, _ in module.named_parameters():
+        for name, _ in (*module.named_parameters(), *module.named_buffers()):
             parameter = table[prefix + name]
-            state[name] = self._weights.read(parameter, (0,) * len(parameter.shape), parameter.shape, self._dtype)
+            dtype = stored_dtype(parameter, self._dtype)
+            state[name] = self._weights.read(parameter, (0,) * len(parameter.shape), parameter.shape, dtype)
         module.load_state_dict(state, assign=True)
 
     def rows(self, parameter: Parameter, ids: torch.Tensor) -> torch.Tensor:
@@ -169,7 +170,7 @@ class TransformersOracle:
     def __init__(self, weights: HfWeights, dtype: torch.dtype | None = None) -> None:
         self._weights, self._dtype = weights, dtype
         self._model = _build_meta_model(weights)
-        self._sources = {name: self._source(name) for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        self._sources = {name: self._source(name) for name, _ in _stored_tensors(self._model)}
 
     @property
     def unknown(self) -> list[str]:
@@ -184,7 +185,7 @@ class TransformersOracle:
         """
         for name, module in self._parts():
             module.register_forward_pre_hook(self._fill_hook(name))
-            module.register_forward_hook(_emptying_hook(dict(module.named_parameters())))
+            module.register_forward_hook(_emptying_hook(dict(_stored_tensors(module))))
             if self._is_layer(name):
                 module.register_forward_hook(lambda *_: advance(1))
         out = self._model(tokens, output_hidden_states=True, use_cache=False)
@@ -212,11 +213,12 @@ class TransformersOracle:
     def _fill_hook(self, prefix: str) -> Callable[..., None]:
         def fill(module: nn.Module, _: Any) -> None:
             state = {}
-            for name, _ in module.named_parameters():
+            for name, held in _stored_tensors(module):
                 source = self._sources[f"{prefix}.{name}"]
                 assert source is not None, "the caller has checked `unknown`"
                 tensor = source()
-                state[name] = (tensor if self._dtype is None else tensor.to(self._dtype)).float()
+                rounded = self._dtype is not None and isinstance(held, nn.Parameter)
+                state[name] = (tensor.to(self._dtype) if rounded else tensor).float()
             module.load_state_dict(state, strict=False, assign=True)
 
         return fill
@@ -294,7 +296,14 @@ def _build_meta_model(weights: HfWeights) -> nn.Module:
     return model
 
 
-def _emptying_hook(nowhere: dict[str, nn.Parameter]) -> Callable[..., None]:
+def _stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that transformers saves of a module: its weights, and buffers that cannot be computed."""
+    yield from module.named_parameters(remove_duplicate=False)
+    saved = module.state_dict(keep_vars=True)
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
+
+
+def _emptying_hook(nowhere: dict[str, torch.Tensor]) -> Callable[..., None]:
     def empty(module: nn.Module, *_: Any) -> None:
         module.load_state_dict(nowhere, strict=False, assign=True)
 

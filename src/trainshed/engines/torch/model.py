@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
@@ -46,7 +45,7 @@ class ParameterShard:
     """
 
     parameter: Parameter
-    tensor: nn.Parameter
+    tensor: torch.Tensor
     offset: tuple[int, ...]
     owner: bool
     partial_over_tp: bool
@@ -102,10 +101,13 @@ def collect_parameter_shards(
     layout, coordinates = mesh.layout, mesh.coordinates
     shards: list[ParameterShard] = []
     for stage in stages:
-        for name, tensor in stage.named_parameters():
+        # Quantised weights are buffers too, and are listed by themselves.
+        buffers = ((name, tensor) for name, tensor in stage.named_buffers() if name in table)
+        for name, tensor in (*stage.named_parameters(), *buffers):
             parameter = table[name]
             offset, shape = model_parallel_box(parameter, mesh)
-            first_copy = True
+            # Every rank of a pipeline stage has the whole of a buffer.
+            first_copy = not parameter.buffer or not (coordinates.dp or coordinates.cp)
             if isinstance(tensor, DTensor):
                 offset = _fsdp_offset(tensor, offset, shape)
                 first_copy = tensor.device_mesh.get_local_rank("replicate") == 0
@@ -124,7 +126,7 @@ def collect_parameter_shards(
                     tensor,
                     offset,
                     owner,
-                    whole_on_tp and layout.tp > 1,
+                    whole_on_tp and layout.tp > 1 and not parameter.buffer,
                     whole_on_etp and layout.etp > 1,
                     tied,
                     _gates_first_dim(stage, parameter),
@@ -190,6 +192,11 @@ class RankModel:
     quantized: list[QuantizedShard] = field(default_factory=list)
     added: AddedRows | None = None
     """The rows of the tokens that the run adds to those of its base."""
+
+    @property
+    def score_biases(self) -> list[ParameterShard]:
+        """The biases of routers that a run moves towards even load; none beside adapters, whose base stays as it is."""
+        return [shard for shard in self.frozen_shards if shard.parameter.buffer and self.lora is None]
 
     @property
     def sharded(self) -> bool:

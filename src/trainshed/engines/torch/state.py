@@ -49,7 +49,7 @@ def state_tensors(model: RankModel, optimizer: RankOptimizer) -> dict[str, Tenso
     """Return every tensor of the state under its global name; loading fills these tensors in place."""
     tensors = {
         f"model.{shard.name}": TensorShard(shard.parameter.shape, shard.offset, shard.local_tensor, shard.owner)
-        for shard in model.shards
+        for shard in (*model.shards, *model.score_biases)
     }
     coordinates = model.mesh.coordinates
     owner = not any((coordinates.pp, coordinates.dp, coordinates.cp, coordinates.tp))
