@@ -7,13 +7,13 @@ Otherwise it is an error that names it.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from trainshed.errors import InputError
 from trainshed.models.hf_attention import HfAttentionReader, WindowStyle, as_json, write_rope, write_windows
+from trainshed.models.nearest_family import nearest_family
 from trainshed.plugins import Registry
 from trainshed.recipe import ModelConfig
 from trainshed.recipe.model import FamilyName, family_decoder
@@ -395,7 +395,9 @@ class _ConfigReader:
         self.key_locations: dict[KeyPath, str] = {}
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
-            raise self._error(f"`model_type: {as_json(model_type)}` is not a family here", _nearest_family(model_type))
+            raise self._error(
+                f"`model_type: {as_json(model_type)}` is not a family here", nearest_family(model_type, HF_FAMILIES)
+            )
         self._name = model_type
         self._family, self._decoder = HF_FAMILIES[self._name], family_decoder(self._name)
         architectures = config.get("architectures") or [self._family.architecture]
@@ -467,39 +469,6 @@ class _ConfigReader:
 
     def _error(self, what: str, hint: str) -> InputError:
         return InputError(what, where=self._where, hint=hint)
-
-
-# Families that are not here, by the beginning of their `model_type`, and what is nearest to them.
-_NEAREST_FAMILY = {
-    "gemma3n": "gemma3_text",
-    "gemma3": "gemma3_text",
-    "gemma": "gemma2",
-    "phi": "phi3",
-    "olmo": "olmo2",
-    "nemotron": "nemotron",
-    "gpt_oss": "mixtral",
-    "gpt": "gpt2",
-    "qwen3": "qwen3",
-    "qwen": "qwen2",
-    "mixtral": "mixtral",
-    "ministral": "mistral",
-    "deepseek_v2": "deepseek_v3",
-    "llama": "llama",
-    "smollm": "llama",
-    "granite": "llama",
-    "yi": "llama",
-}
-
-
-def _nearest_family(model_type: Any) -> str:
-    """Say which family here is nearest to one that is not."""
-    known = f"known are {', '.join(HF_FAMILIES)}"
-    if not isinstance(model_type, str):
-        return known
-    begins = [nearest for start, nearest in _NEAREST_FAMILY.items() if model_type.startswith(start)]
-    candidates = [*begins, *difflib.get_close_matches(model_type, list(HF_FAMILIES), n=1, cutoff=0.5)]
-    near = next((name for name in candidates if name in HF_FAMILIES), None)
-    return known if near is None else f"the nearest here is {near}, which computes something else; {known}"
 
 
 def _activation_name(config: ModelConfig) -> str:
