@@ -36,7 +36,8 @@ def test_an_architecture_comes_back_as_it_went(variant: str) -> None:
     assert read_layout(args) == MegatronLayout(4, 2, 1, 2, 1)
     # Of a checkpoint that others wrote, the family is seen in how it is put together.
     delattr(args, FAMILY_ARG)
-    assert read_args(args, "here") == config
+    seen = "llama" if variant == "phi3" else config.family  # which turns whole heads, and so is put together alike
+    assert read_args(args, "here") == config.model_copy(update={"family": seen})
 
 
 def test_the_switches_of_llama_3_1_are_megatrons_own() -> None:
