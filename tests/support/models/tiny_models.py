@@ -223,6 +223,7 @@ def transformers_config(config: ModelConfig) -> Any:
             )
         case "gemma2" | "gemma3_text":
             keys |= {
+                "pad_token_id": None,  # transformers gives the row of a padding token no gradient
                 "sliding_window": config.sliding_window,
                 "query_pre_attn_scalar": config.query_scalar or config.head_dim,
                 "final_logit_softcapping": config.logit_soft_cap,
@@ -234,17 +235,17 @@ def transformers_config(config: ModelConfig) -> Any:
             return hf.Gemma3TextConfig(**keys)
         case "phi3":
             keys["rope_parameters"]["partial_rotary_factor"] = config.rope.fraction
-            return hf.Phi3Config(**keys, sliding_window=config.sliding_window, pad_token_id=0)
+            return hf.Phi3Config(**keys, sliding_window=config.sliding_window, pad_token_id=None)
         case "nemotron":
             keys["rope_parameters"]["partial_rotary_factor"] = config.rope.fraction
             keys["norm_eps"] = keys.pop("rms_norm_eps")
             return hf.NemotronConfig(**keys, initializer_range=config.init_std)
         case "olmo2":
-            return hf.Olmo2Config(**keys)
+            return hf.Olmo2Config(**keys, pad_token_id=None)
         case "olmo3":
             local = {"rope_type": "default", "rope_theta": config.rope.local_base or config.rope.base}
             keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": local}
-            return hf.Olmo3Config(**keys, sliding_window=config.sliding_window)
+            return hf.Olmo3Config(**keys, sliding_window=config.sliding_window, pad_token_id=None)
         case "qwen3":
             return hf.Qwen3Config(**keys)
     moe = config.moe
