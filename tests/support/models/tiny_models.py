@@ -95,6 +95,8 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deeps
 """One tiny model of each family."""
 VARIANTS = tuple(_TINY)
 """All tiny models: the families, and what a family can be besides."""
+LATENT = ("deepseek_v3", "deepseek-plain")
+"""Tiny models that Megatron is not told of."""
 
 
 def tiny_config(family: str, **changes: Any) -> ModelConfig:
