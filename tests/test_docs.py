@@ -101,9 +101,10 @@ def test_every_command_that_is_named_exists_and_takes_the_flags_beside_it() -> N
 
 
 def test_what_a_tunnel_is_offered_to_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    for service in ("tensorboard", "dash"):
+    for service in ("metrics", "grafana"):
         assert run_cli(["open", "some-run", service]) == 2
-        assert "serve" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert all(page in error for page in ("serve", "dash", "tensorboard"))
 
 
 def test_the_recipes_of_the_readme_load() -> None:

@@ -28,8 +28,8 @@ from trainshed.plugins import PluginSource
 from trainshed.shipped import shipped_folder
 from trainshed.storage import LocalStore
 
-NODE_EXTRAS = ("data", "train", "serve")
-"""What a node needs besides the core: to tokenise, to train, and to serve."""
+NODE_EXTRAS = ("data", "train", "serve", "health", "tensorboard")
+"""What a node needs besides the core: to tokenise, train and serve, to read devices and stacks, to show pages."""
 DEFAULT_BASE_IMAGE = "pytorch/pytorch:2.11.0-cuda12.8-cudnn9-runtime"
 # An image reference: registry, name, tag or digest; nothing that means more to a shell or a Dockerfile.
 _IMAGE_REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")

@@ -18,18 +18,24 @@ from typing import Any
 import pytest
 import yaml
 
+from support.clusters.kubernetes_schemas import check
 from support.clusters.kubernetes_server import TOKEN, KubernetesServer, kubernetes_server
 from support.clusters.pod_runner import PodRunner
 from support.models.made_tokenizers import CONFIGS, KINDS, save
 from support.models.tiny_models import save_tiny_hf
 from support.recipes.small_recipes import recipe_text
 from support.recipes.text_recipes import write_script, write_small_recipe
+from support.runs.opened_pages import opened_page
+from support.runs.written_runs import write_run, write_training
 from support.servers.shared_daemons import free_ports
+from trainshed.cli import run_cli
 from trainshed.launch.job import Job, Stage
+from trainshed.launch.kubernetes.objects import read_documents
 from trainshed.launch.kubernetes.target import KubernetesTarget
+from trainshed.launch.submissions import record_submission
 from trainshed.launch.target import StageState, SubmittedJob
 from trainshed.observe.event_log import read_events, read_steps
-from trainshed.recipe import Cluster, load_cluster, load_recipe
+from trainshed.recipe import Cluster, load_cluster, load_recipe, to_yaml
 from trainshed.storage import LocalStore
 from trainshed.workflow.submit import build_job
 
@@ -276,3 +282,59 @@ def test_wrong_input_ends_the_line_at_once_and_says_which_line_to_write(runner: 
     state = states(job, submitted)["train"]
     assert (state.restarts, state.exit_code) == (0, 2), runner.logs()
     assert "checkpoint" in state.reason
+
+
+KUBECTL = "#!/bin/sh\n# Pods share this machine's loopback: a port is forwarded by itself.\nexec sleep 1000\n"
+
+
+@pytest.mark.parametrize("page_name", ["tensorboard", "dash"])
+def test_a_page_is_opened_in_a_pod_beside_the_files_and_removed_with_the_last_look(
+    page_name: str, runner: PodRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder = write_run(runner.shared)
+    write_training(folder)
+    assert run_cli(["export-figures", str(folder), "--to", "tensorboard"]) == 0
+    cluster = written_cluster(tmp_path, secrets={"HF_TOKEN": {"k8s": "hub/token"}})
+    job = SubmittedJob("proof-x", "/mnt/data/runs/proof/x", "kubernetes", {"train": "JobSet/proof-x"})
+    record_submission("proof", "x", 6, job, to_yaml(cluster))
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.parent.mkdir()
+    kubectl.write_text(KUBECTL)
+    kubectl.chmod(0o755)
+    (port,) = free_ports(1, 21000, 32000)
+    path = f"{kubectl.parent}:{os.environ['PATH']}"
+    with opened_page("proof", page_name, port=port, folder=tmp_path, meanwhile=runner._step, PATH=path) as page:
+        (made,) = [body for path, body in runner.server.objects.items() if "/jobs/" in path]
+        check(made)
+        assert made["metadata"]["name"] == f"proof-x-{page_name}"
+        assert "HF_TOKEN" not in json.dumps(made)
+        if page_name == "tensorboard":
+            tags = page.ask_json("/data/plugin/scalars/tags")
+            assert "train/loss" in {tag for tags_of_run in tags.values() for tag in tags_of_run}
+        else:
+            (listed,) = page.ask_json("/api/runs")["runs"]
+            assert (listed["run"], listed["step"]) == ("proof/x", 6)
+        assert page.interrupt() == 0, page.log.read_text()
+    assert not [path for path in runner.server.objects if "/jobs/" in path or "/configmaps/" in path]
+
+
+def test_a_page_that_is_kept_is_the_service_that_the_seed_forwards_to(
+    runner: PodRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    cluster = written_cluster(tmp_path)
+    job = SubmittedJob("proof-x", "/mnt/data/runs/proof/x", "kubernetes", {"train": "JobSet/proof-x"})
+    record_submission("proof", "x", 6, job, to_yaml(cluster))
+    assert run_cli(["open", "proof", "tensorboard", "--keep", "--dry-run"]) == 0
+    text, _, command = capsys.readouterr().out.partition("# then: ")
+    assert command == "kubectl --namespace ml port-forward service/tensorboard 6006:6006\n"
+    objects = {body["kind"]: body for body in read_documents(text)}
+    for body in objects.values():
+        check(body)
+    service, deployment = objects["Service"], objects["Deployment"]
+    assert (service["metadata"]["name"], service["spec"]["ports"][0]["port"]) == ("tensorboard", 6006)
+    pod = deployment["spec"]["template"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    (script,) = [text for text in objects["ConfigMap"]["data"].values() if "tensorboard.main" in text]
+    assert "--logdir /mnt/data/runs --host 127.0.0.1 --port 6006" in script

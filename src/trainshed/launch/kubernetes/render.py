@@ -94,7 +94,7 @@ def render(job: Job) -> SubmitRequest:
 
     The manifests of several stages are in the driver's ConfigMap, so that `kubectl apply` starts only the driver.
     """
-    plans, objects = _plan_stages(job)
+    plans, objects = plan_stages(job)
     kubernetes = job.cluster.on_kubernetes
     parts = [RequestPart("content.yaml", None, to_documents(objects))]
     trainings = [plan for plan in plans if is_training(plan.stage)]
@@ -136,7 +136,7 @@ def stage_objects(plan: PlannedStage) -> list[KubeObject]:
 
 def stage_ids(job: Job) -> dict[str, str]:
     """Return the workload of each stage, as Kind/name."""
-    plans, _ = _plan_stages(job)
+    plans, _ = plan_stages(job)
     return _object_ids({plan.stage.name: stage_objects(plan) for plan in plans})
 
 
@@ -145,7 +145,8 @@ def _object_ids(stages: Mapping[str, Sequence[KubeObject]]) -> dict[str, str]:
     return {stage: f"{kind_of(obj).name}/{obj['metadata']['name']}" for stage, obj in last_objects.items()}
 
 
-def _plan_stages(job: Job) -> tuple[list[PlannedStage], tuple[KubeObject, ...]]:
+def plan_stages(job: Job) -> tuple[list[PlannedStage], tuple[KubeObject, ...]]:
+    """Return the stages with all that their objects are built from, and the ConfigMaps of the job's files."""
     fabrics = {stage.name: _stage_fabric(job, stage) for stage in job.stages}
     scripts = {
         fabric_script_file(stage): script

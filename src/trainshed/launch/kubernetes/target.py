@@ -111,7 +111,7 @@ class KubernetesTarget:
     def cancel(self, submitted: SubmittedJob) -> tuple[str, ...]:
         """Delete all objects of the job, the driver first; claims and volumes are never touched."""
         with connect(self.cluster) as api:
-            return tuple(_delete_all(api, submitted.job))
+            return tuple(delete_job_objects(api, submitted.job))
 
 
 def _delete_earlier_submission(api: KubeApi, submitted: SubmittedJob) -> None:
@@ -124,7 +124,7 @@ def _delete_earlier_submission(api: KubeApi, submitted: SubmittedJob) -> None:
             where=f"namespace {api.namespace}",
             hint="`trainshed status` says how it stands, `trainshed cancel` ends it",
         )
-    removed = _delete_all(api, submitted.job)
+    removed = delete_job_objects(api, submitted.job)
     deadline = time.monotonic() + _DELETION_SECONDS
     while removed and any(_exists(api, object_id) for object_id in removed):
         if time.monotonic() > deadline:
@@ -150,7 +150,8 @@ def _unfinished(objects: JobObjects) -> str | None:
     )
 
 
-def _delete_all(api: KubeApi, job: str) -> list[str]:
+def delete_job_objects(api: KubeApi, job: str) -> list[str]:
+    """Delete all objects of a job but storage; returns what they were, as Kind/name."""
     removed = []
     # The driver first: it would create the next stage while this one is being removed.
     for kind in (JOB, *(other for other in CREATED_KINDS if other not in (JOB, *_KEPT_KINDS))):

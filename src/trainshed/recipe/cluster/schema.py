@@ -440,6 +440,12 @@ class Cluster(Section):
         seen._places = self._places
         return seen
 
+    def without_secrets(self) -> Cluster:
+        """Return the cluster for a process that only reads a disk."""
+        seen = self.model_copy(update={"secrets": {}})
+        seen._places = self._places
+        return seen
+
     @property
     def on_slurm(self) -> Slurm:
         """Return the Slurm section, with its defaults where nothing is written."""
