@@ -252,9 +252,9 @@ class MoeLosses(Section):
 
 def score_bias_update(losses: MoeLosses | None, config: ModelConfig) -> float:
     """Return how far the biases of a model's routers move in a step: 0 where they have none."""
+    written = None if losses is None else losses.bias_update
     if config.moe is None or not config.moe.score_bias:
         return 0.0
-    written = None if losses is None else losses.bias_update
     # DeepSeek-V3's for its first 14.3T tokens (section 4.2 of its report).
     return 0.001 if written is None else written
 

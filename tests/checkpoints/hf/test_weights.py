@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from support.models.tiny_models import VARIANTS, save_tiny_hf
+from support.runs.small_generators import Notes
+from trainshed.checkpoints.formats import open_weights
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.errors import CorruptData, InputError, NotFound, TrainshedError
 from trainshed.models.parameters import Parameter, parameter_count, parameters
@@ -39,6 +41,24 @@ class Saved:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
     return {variant: Saved(variant, tmp_path_factory.mktemp(variant)) for variant in VARIANTS}
+
+
+def test_layers_for_more_than_the_next_token_are_left_out_with_a_note(tmp_path: Path) -> None:
+    config = save_tiny_hf("deepseek_v3", tmp_path, seed=1)
+    state = load_file(tmp_path / "model.safetensors")
+    extra = {f"model.layers.{config.layers}.{name}": torch.ones(2, 2) for name in ("eh_proj.weight", "enorm.weight")}
+    save_file(state | extra, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    body = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(body | {"num_nextn_predict_layers": 1}))
+    notes = Notes()
+    with open_weights(tmp_path, reporter=notes) as weights:
+        assert weights.config == config
+    (note,) = notes.said
+    assert note.startswith("2 tensors of layers that predict more than the next token (MTP) are left out: ")
+    assert all(name in note for name in extra)
+    save_file(state | {"model.layers.1.extra": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="left over"):
+        HfWeights(tmp_path)
 
 
 @pytest.fixture
@@ -247,6 +267,7 @@ def test_opening_and_checking_needs_no_torch(llama: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
+from trainshed.checkpoints.formats import open_weights
 from trainshed.checkpoints.hf.weights import HfWeights
 HfWeights(Path({str(llama)!r})).check_tied_head()
 assert not {{'torch', 'safetensors', 'transformers'}} & set(sys.modules)

@@ -40,6 +40,14 @@ def test_an_architecture_comes_back_as_it_went(variant: str) -> None:
     assert read_args(args, "here") == config.model_copy(update={"family": seen})
 
 
+def test_what_is_not_written_for_megatron_is_refused_by_name() -> None:
+    with pytest.raises(InputError) as caught:
+        args_of(tiny_config("deepseek_v3"))
+    for key in ("mla", "rope.scaling.kind: yarn", "moe.scores: sigmoid", "moe.score_bias: true", "moe.groups: 4"):
+        assert f"`{key}`" in str(caught.value)
+    assert "`moe.scale: 2.5`, `moe.dense_first: 1`" in str(caught.value)
+
+
 def test_the_switches_of_llama_3_1_are_megatrons_own() -> None:
     args = args_of(tiny_config("llama3", **LLAMA3))
     assert args.use_rope_scaling

@@ -164,6 +164,8 @@ FAMILIES = (
 """One tiny model of each family."""
 VARIANTS = tuple(_TINY)
 """All tiny models: the families, and what a family can be besides."""
+LATENT = ("deepseek_v3", "deepseek-plain")
+"""Tiny models that Megatron is not told of."""
 _NOT_IN_MEGATRON = (
     "llama-yarn",
     "qwen2-mixed",
@@ -172,8 +174,7 @@ _NOT_IN_MEGATRON = (
     "gemma2",
     "gemma3_text",
     "nemotron",
-    "deepseek_v3",
-    "deepseek-plain",
+    *LATENT,
 )
 MEGATRON_VARIANTS = tuple(variant for variant in VARIANTS if variant not in _NOT_IN_MEGATRON)
 """Those that Megatron's arguments can say."""
