@@ -352,12 +352,12 @@ def refuse_unsupported_config(config: ModelConfig) -> None:
     """Raise where Megatron has no argument for a part of an architecture."""
     scaling = config.rope.scaling if config.rope else None
     no_argument = "`{}` has no argument of Megatron's"
+    if unwritten := unwritten_parts(config):
+        raise _no_argument_for(", ".join(unwritten), "these parts of a model are not written for Megatron")
     if missing := parts_without_argument(config):
         raise _no_argument_for(
             no_argument.format("`, `".join(missing)), f"the family {config.family} is not one that it builds from them"
         )
-    if unwritten := unwritten_parts(config):
-        raise _no_argument_for(", ".join(unwritten), "these parts of a model are not written for Megatron")
     if config.gated and config.activation != "silu":
         raise _no_argument_for(
             no_argument.format(f"activation: {config.activation}, gated: true"), "only SwiGLU is gated there"
