@@ -17,9 +17,18 @@ ONE_PER_FAMILY = [
     "llama3.2-1b",
     "mistral-7b",
     "mixtral-8x22b",
+    "deepseek-v3",
+    "moonlight-16b-a3b",
     "qwen2.5-0.5b",
     "qwen3-0.6b",
     "qwen3-235b-a22b",
+    "olmo2-7b",
+    "olmo3-32b",
+    "gemma2-9b",
+    "gemma3-1b",
+    "gemma3-27b",
+    "phi4",
+    "minitron-4b",
 ]
 PROMISED = {
     "gpt": ("125m", "375m", "857m", "1.3b", "13b", "30b", "175b"),
@@ -33,6 +42,12 @@ PROMISED = {
     "mixtral": ("8x7b", "8x22b"),
     "qwen2.5": ("0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b"),
     "qwen3": ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b-a3b", "235b-a22b"),
+    "olmo2": ("1b", "7b", "13b", "32b"),
+    "olmo3": ("7b", "32b"),
+    "gemma2": ("2b", "9b", "27b"),
+    "gemma3": ("1b", "4b", "12b", "27b"),
+    "deepseek": ("v3",),
+    "moonlight": ("16b-a3b",),
 }
 
 
@@ -40,10 +55,20 @@ def count_weights(config: ModelConfig) -> int:
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
     attention = config.hidden * (query + 2 * key) + query * config.hidden
     attention += config.qkv_bias * (query + 2 * key) + config.output_bias * config.hidden
-    attention += config.qk_norm * 2 * config.head_dim
+    attention += config.qk_norm * (query + key if config.family.startswith("olmo") else 2 * config.head_dim)
+    if (mla := config.mla) is not None:
+        per_head, rank = mla.nope_dim + mla.rope_dim, mla.query_rank
+        queries = config.heads * per_head * (rank or config.hidden) + (config.hidden + 1) * (rank or 0)
+        keys = config.hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank
+        keys += mla.kv_rank * config.heads * (mla.nope_dim + mla.value_dim)
+        attention = queries + keys + config.heads * mla.value_dim * config.hidden
     norm = config.hidden * (2 if config.norm == "layer" else 1)
     inputs = 2 if config.gated else 1
+    first = 0
     if config.moe is not None:
+        if config.moe.dense_first:
+            assert config.ffn is not None
+            first = config.moe.dense_first * (inputs + 1) * config.hidden * config.ffn
         width = config.moe.experts * config.moe.ffn + config.moe.shared_ffn
         block = (inputs + 1) * config.hidden * width + config.hidden * config.moe.experts
     else:
@@ -53,7 +78,9 @@ def count_weights(config: ModelConfig) -> int:
     embedding = config.vocab_size * config.hidden * (1 if config.tied_embeddings else 2)
     if config.positions == "learned":
         embedding += config.max_positions * config.hidden
-    return embedding + config.layers * (attention + block + 2 * norm) + norm
+    norms = 4 if config.family.startswith("gemma") else 2
+    with_block = config.layers - (config.moe.dense_first if config.moe is not None else 0)
+    return embedding + config.layers * (attention + norms * norm) + with_block * block + first + norm
 
 
 def hugging_face_config(config: ModelConfig) -> object:
@@ -81,8 +108,28 @@ def hugging_face_config(config: ModelConfig) -> object:
             return hf.Qwen2Config(**{key: value for key, value in common.items() if key != "head_dim"})
         case "qwen3":
             return hf.Qwen3Config(**common)
+        case "olmo2":
+            return hf.Olmo2Config(**common)
+        case "olmo3":
+            return hf.Olmo3Config(**common)
+        case "gemma2":
+            return hf.Gemma2Config(**common)
+        case "gemma3_text":
+            return hf.Gemma3TextConfig(**common)
+        case "phi3":
+            return hf.Phi3Config(**common)
+        case "nemotron":
+            return hf.NemotronConfig(**common)
     assert config.moe is not None
     experts = {"num_experts_per_tok": config.moe.top_k}
+    if (mla := config.mla) is not None:
+        return hf.DeepseekV3Config(
+            **{key: value for key, value in common.items() if key != "head_dim"}, **experts,
+            intermediate_size=config.ffn, moe_intermediate_size=config.moe.ffn, n_routed_experts=config.moe.experts,
+            n_shared_experts=config.moe.shared_ffn // config.moe.ffn, first_k_dense_replace=config.moe.dense_first,
+            q_lora_rank=mla.query_rank, kv_lora_rank=mla.kv_rank, qk_nope_head_dim=mla.nope_dim,
+            qk_rope_head_dim=mla.rope_dim, v_head_dim=mla.value_dim,
+        )  # fmt: skip
     if config.family == "mixtral":
         return hf.MixtralConfig(
             **common, **experts, intermediate_size=config.moe.ffn, num_local_experts=config.moe.experts

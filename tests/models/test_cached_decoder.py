@@ -45,9 +45,7 @@ def states(decoder: CachedDecoder, tokens: torch.Tensor, cuts: list[list[int]], 
         at = torch.tensor(positions)
         places = at + torch.tensor([begins[row] for row in rows])
         with torch.inference_mode():
-            out = decoder.hidden(
-                torch.tensor(new), at, places, per_sequence_attention(spans, decoder.config.sliding_window)
-            )
+            out = decoder.hidden(torch.tensor(new), at, places, per_sequence_attention(spans))
         found[torch.tensor(rows), at] = out
     return found
 
@@ -99,6 +97,6 @@ def test_tokens_apart_get_what_they_get_together() -> None:
     tokens, at = torch.tensor([5, 9, 0, 0]), torch.zeros(4, dtype=torch.int64)
     spans = [SequenceSpan(0, 1, 0, 1), SequenceSpan(1, 1, 1, 1)]
     with torch.inference_mode():
-        together = decoder.hidden(tokens, at, torch.arange(4), per_sequence_attention(spans, None))
-        apart = decoder.hidden(tokens, at, torch.arange(4), per_sequence_attention(spans, None), one_by_one=2)
+        together = decoder.hidden(tokens, at, torch.arange(4), per_sequence_attention(spans))
+        apart = decoder.hidden(tokens, at, torch.arange(4), per_sequence_attention(spans), one_by_one=2)
     torch.testing.assert_close(apart[:2], together[:2], rtol=0, atol=1e-5)

@@ -56,7 +56,13 @@ def test_logits_and_loss_are_those_of_transformers(variant: str, tmp_path: Path)
     torch.testing.assert_close(our_loss(model, tokens).detach(), expected.loss, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["llama3", "qwen3", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *("llama3", "qwen3", "gpt2", "qwen3_moe", "deepseek_v3", "deepseek-plain"),
+        *("gemma2", "olmo3", "nemotron"),
+    ],
+)
 def test_gradients_of_all_tensors_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
     config = save_tiny_hf(variant, tmp_path / "weights", seed=3)
     tokens = token_rows(config, ROWS, LENGTH, seed=1)

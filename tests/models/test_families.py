@@ -73,6 +73,94 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
         "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000,
     },
+    "olmo2-7b": {
+        "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "olmo2",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False,
+        "torch_dtype": "float32", "transformers_version": "4.47.0.dev0", "use_cache": False, "vocab_size": 100352,
+    },
+    "olmo3-7b": {
+        "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 11008,
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+        "max_position_embeddings": 65536, "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+            "original_max_position_embeddings": 8192, "rope_type": "yarn",
+        },
+        "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.57.0", "use_cache": False, "vocab_size": 100278,
+    },
+    "gemma2-2b": {
+        "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+        "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "initializer_range": 0.02,
+        "intermediate_size": 9216, "max_position_embeddings": 8192, "model_type": "gemma2",
+        "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4, "pad_token_id": 0,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
+        "torch_dtype": "float32", "transformers_version": "4.42.4", "use_cache": True, "vocab_size": 256000,
+    },
+    "gemma3-1b": {
+        "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+        "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152, "initializer_range": 0.02, "intermediate_size": 6912,
+        "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4,
+        "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0.dev0", "use_cache": True, "vocab_size": 262144,
+    },
+    "phi4": {
+        "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 100257, "embd_pdrop": 0.0, "eos_token_id": 100265, "hidden_act": "silu",
+        "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 17920,
+        "max_position_embeddings": 16384, "model_type": "phi3", "num_attention_heads": 40, "num_hidden_layers": 40,
+        "num_key_value_heads": 10, "original_max_position_embeddings": 16384, "pad_token_id": 100349,
+        "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 250000,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.47.0", "use_cache": True, "vocab_size": 100352,
+    },
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        },
+        "aux_loss_alpha": 0.001, "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3,
+        "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432,
+        "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "pretraining_tp": 1,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
+        "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+    },
+    "moonlight-16b-a3b": {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "aux_loss_alpha": 0.001, "bos_token_id": 163584, "eos_token_id": 163585, "ep_size": 1,
+        "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 11264, "kv_lora_rank": 512, "max_position_embeddings": 8192,
+        "model_type": "deepseek_v3", "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
+        "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": True, "num_attention_heads": 16,
+        "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
+        "num_nextn_predict_layers": 0, "pretraining_tp": 1, "q_lora_rank": None, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.446, "scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False,
+        "topk_group": 1, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128,
+        "vocab_size": 163840,
+    },
     "gpt2": {
         "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
         "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
@@ -169,7 +257,9 @@ def test_what_is_left_out_is_what_transformers_takes() -> None:
         ("llama", {"clip_qkv": 8.0}, "`clip_qkv: 8.0`"),
         ("llama", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor: 0.5`"),
         ("llama", {"final_logit_softcapping": 30.0, "embedding_multiplier": 12}, "`embedding_multiplier: 12`, `final_"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "`rope_scaling.rope_type: yarn`"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "`rope_scaling.rope_type: longrope`"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "gives kinds of layers tables"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "`rope_scaling.rope_type: dynamic`"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "`rope_scaling.rope_type: dynamic`"),
         ("llama", {"rope_scaling": {"mrope_section": [4, 4]}}, "`rope_scaling.mrope_section: "),
         ("llama", {"rope_parameters": {"rope_theta": 5.0}}, "`rope_theta` stands there twice"),
@@ -185,12 +275,24 @@ def test_what_is_left_out_is_what_transformers_takes() -> None:
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "`architectures: "),
         ("llama", {"is_causal": False}, "`is_causal: false`"),
         ("llama", {"sliding_window": 8}, "`sliding_window: 8`"),
-        ("llama", {"model_type": "gemma2"}, "`model_type: \"gemma2\"` is no family"),
-        ("qwen2", SLIDING | {"max_window_layers": 1}, "`max_window_layers: 1`"),
-        ("qwen3", SLIDING | {"layer_types": ["full_attention", "sliding_attention"]}, "`layer_types: "),
+        ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "`rope_scaling.rope_type: longrope`"),
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "`rope_scaling.rope_type: yarn`"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "`attn_logit_softcapping: 50.0`"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "`use_bidirectional_attention: true`"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "`layer_types: "),
+        ("nemotron", {"attention_bias": True}, "`attention_bias: true`"),
+        ("llama", {"model_type": "mamba2"}, "`model_type: \"mamba2\"` is not a family here"),
+        ("qwen3", SLIDING | {"layer_types": ["full_attention"]}, "`layer_types: "),
+        ("qwen3", SLIDING | {"layer_types": ["full_attention", "linear_attention"]}, "`layer_types: "),
         ("qwen3", {"attention_bias": True}, "`attention_bias: true`"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "`mlp_only_layers: [0]`"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "`decoder_sparse_step: 2`"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "`scoring_func: \"softmax\"`"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "`topk_method: \"greedy\"`"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "`moe_layer_freq: 2`"),
+        ("deepseek_v3", {"attention_bias": True}, "`attention_bias: true`"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "`num_key_value_heads: 2`"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quant_method: \"fp8\"`"),
         ("mixtral", {"router_jitter_noise": 0.1}, "`router_jitter_noise: 0.1`"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "`scale_attn_by_inverse_layer_idx: true`"),
         ("gpt2", {"scale_attn_weights": False}, "`scale_attn_weights: false`"),
@@ -222,6 +324,25 @@ def test_a_value_that_cannot_be_is_named_in_both_words() -> None:
     lacking = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
     with pytest.raises(InputError, match=r"rope_scaling \(rope.scaling.low_frequency_factor\): is missing"):
         read_hf_config(written("llama3", rope_scaling=lacking), "config.json")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "nearest"),
+    [
+        ("gemma3", "gemma3_text"),
+        ("phi", "phi3"),
+        ("gpt_oss", "mixtral"),
+        ("olmo", "olmo2"),
+        ("qwen3_next", "qwen3"),
+        ("ministral", "mistral"),
+    ],
+)
+def test_a_family_that_is_not_here_is_refused_with_the_nearest(model_type: str, nearest: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_hf_config(written("llama", model_type=model_type), "config.json")
+    assert caught.value.what == f'`model_type: "{model_type}"` is not a family here'
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith(f"the nearest here is {nearest}, ")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ SHARED = {"experts": 4, "top_k": 2, "ffn": 24, "shared_ffn": 8}
 
 def line(parameter: Parameter) -> str:
     words = [parameter.name, str(list(parameter.shape)), f"split={parameter.tp_dim}", parameter.init]
-    return " ".join([*words, *(["expert"] if parameter.expert else []), *(["decays"] if parameter.decays else [])])
+    return " ".join([*words, *(kind for kind in ("expert", "buffer", "decays") if getattr(parameter, kind))])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -39,7 +39,9 @@ def test_the_decoder_has_exactly_the_tensors_of_the_table(variant: str) -> None:
     config = tiny_config("qwen3_moe", moe=SHARED) if variant == "shared expert" else tiny_config(variant)
     (stage,) = one_process_model(config, length=8).stages
     held = {name: tuple(weight.shape) for name, weight in stage.named_parameters()}
-    assert held == {parameter.name: parameter.shape for parameter in parameters(config)}
+    assert held == {parameter.name: parameter.shape for parameter in parameters(config) if not parameter.buffer}
+    buffers = {name: tuple(buffer.shape) for name, buffer in stage.named_buffers()}
+    assert buffers == {parameter.name: parameter.shape for parameter in parameters(config) if parameter.buffer}
 
 
 @pytest.mark.parametrize("preset", preset_names())

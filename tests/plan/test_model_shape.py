@@ -29,8 +29,9 @@ def test_every_family_of_the_engine_is_described(family: str) -> None:
 
 def test_layers_are_told_apart_by_experts_and_window() -> None:
     model = ModelShape(
-        "x", 8, 64, 4, 4, 16, 16, 256, 512, experts=ExpertShape(4, 2, 128), dense_first=2, window=8, windowed_every=2
-    )
+        "x", 8, 64, 4, 4, 16, 16, 256, 512, experts=ExpertShape(4, 2, 128), dense_first=2, window=8,
+        window_pattern=(True, False),
+    )  # fmt: skip
     assert model.layer_kinds(range(8)) == {
         LayerKind(False, True): 1,
         LayerKind(False, False): 1,

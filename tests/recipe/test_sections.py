@@ -164,7 +164,42 @@ CASES: dict[str, tuple[tuple[str, ...], str, str, str | None]] = {
         (NO_PRESET, CONFIG, "model.config.rope.scaling={kind: linear, factor: 8, original_positions: 9}"),
         "model.config.rope.scaling.original_positions",
         "is not read with `kind: linear`",
-        "delete it, or write `kind: llama3`",
+        "delete it, or write `kind: llama3` or `kind: yarn`",
+    ),
+    "yarn without the context before it": (
+        (NO_PRESET, CONFIG, "model.config.rope.scaling={kind: yarn, factor: 8}"),
+        "model.config.rope.scaling.original_positions",
+        "is missing",
+        "write the context length before the stretch, for example original_positions: 8192",
+    ),
+    "a pattern of windows without a window": (
+        (NO_PRESET, CONFIG, "model.config.attention_pattern=[window, full]"),
+        "model.config.sliding_window",
+        "is missing: `attention_pattern` names layers that have it",
+        "write it",
+    ),
+    "a pattern that is one kind": (
+        (NO_PRESET, CONFIG, "model.config.sliding_window=8", "model.config.attention_pattern=[window, window]"),
+        "model.config.attention_pattern",
+        "gives all 2 layers the same attention",
+        "delete `attention_pattern`",
+    ),
+    "a pattern that repeats itself": (
+        (
+            NO_PRESET,
+            CONFIG,
+            "model.config.sliding_window=8",
+            "model.config.attention_pattern=[window, full, window, full]",
+        ),
+        "model.config.attention_pattern",
+        "repeats itself, or is longer than the 2 layers",
+        "write [window, full]",
+    ),
+    "a rotary base for windows that no layer has": (
+        (NO_PRESET, CONFIG, "model.config.rope.local_base=10000"),
+        "model.config.rope.local_base",
+        "is for layers with a window, and there are none",
+        "delete the line",
     ),
     # sources
     "two origins of documents": (

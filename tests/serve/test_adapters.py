@@ -75,6 +75,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"dora": True},
     "gpt2": {"dora": True},
     "mixtral": {"targets": ["attn"]},
+    "olmo2": {},
+    "phi3": {},
     "mistral": {"targets": ["k_proj", "gate_proj"]},
 }
 

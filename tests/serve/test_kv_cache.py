@@ -18,6 +18,13 @@ from trainshed.serve.kv_cache import BlockAllocator, ServingLimits, choose_limit
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
+def test_latent_attention_keeps_latents_and_rotary_keys_alone() -> None:
+    config = tiny_config("deepseek_v3")
+    assert kv_bytes_per_token(config, torch.bfloat16) == 3 * (10 + 4) * 2
+    whole = 3 * 4 * (10 + 5) * 2
+    assert kv_bytes_per_token(config, torch.bfloat16) < whole
+
+
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 9)), max_size=40))
 def test_runs_never_overlap_and_all_room_comes_back(steps: list[tuple[int, int]]) -> None:

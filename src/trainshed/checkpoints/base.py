@@ -205,7 +205,7 @@ class _BaseArtefact:
         globs = _weights_globs(str(self.files), None)
         # The verdict is left out: weights that are proven again are still the same weights.
         infos = [info for info in store.list() if is_selected(info.path, *globs) and info.path != VERDICT]
-        open_weights(self.files, config=config).close()  # fails at once, before an hour of hashing
+        open_weights(self.files, config=config, reporter=reporter).close()  # fails at once, before an hour of hashing
         entries = _hash_files(store, infos, reporter)
         self._write_versions(infos)
         self._publish(entries, config)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from trainshed.checkpoints.hf.weights import CONFIG, INDEX, WEIGHTS, HfWeights
 from trainshed.checkpoints.megatron.iterations import LATEST_ITERATION, is_iteration_name, read_latest_iteration
 from trainshed.checkpoints.native.folder import LATEST, find_checkpoint
-from trainshed.checkpoints.weights import Weights, WeightsWriter
+from trainshed.checkpoints.weights import Weights, WeightsWriter, join_names
 from trainshed.errors import InputError, NoSuchName
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
@@ -173,7 +173,13 @@ def open_weights(
         return NativeWeights(store, checkpoint.path, config, prefix=EMA_PREFIX if averaged else MODEL_PREFIX)
     folder = local_folder(address)
     if format == "hf":
-        return HfWeights(folder, config)
+        weights = HfWeights(folder, config)
+        if weights.left_out:
+            reporter.note(
+                f"{len(weights.left_out)} tensors of layers that predict more than the next token (MTP) are left out: "
+                + join_names(weights.left_out)
+            )
+        return weights
     if format == "megatron-torch_dist":
         from trainshed.checkpoints.megatron.torch_dist import MegatronDistWeights
 

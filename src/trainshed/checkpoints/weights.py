@@ -21,6 +21,8 @@ from trainshed.storage import FileEntry
 if TYPE_CHECKING:
     import torch
 
+    from trainshed.models.hf_tensors import HfTensor
+
 
 AnyTensor = TypeVar("AnyTensor")
 _MAX_NAMED = 5  # how many tensors an error names before it only counts
@@ -35,7 +37,7 @@ class Weights(Protocol):
 
     @property
     def dtypes(self) -> list[str]:
-        """The dtypes of the stored tensors, by torch's names."""
+        """The dtypes of the stored weights, by torch's names; what is no weight (`Parameter.buffer`) does not count."""
         ...
 
     def read(
@@ -70,6 +72,13 @@ def box_ends(parameter: Parameter, offset: Sequence[int], shape: Sequence[int]) 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without `torch.`, as files and messages have it."""
     return str(dtype).removeprefix("torch.")
+
+
+def stored_dtype(parameter: Parameter | HfTensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a tensor of a model in `dtype`: that, and float32 or better for what is no weight."""
+    import torch
+
+    return torch.promote_types(dtype, torch.float32) if parameter.buffer else dtype
 
 
 def join_names(names: Sequence[str]) -> str:

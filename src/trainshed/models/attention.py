@@ -10,6 +10,7 @@ computes its own queries. A rank holds two parts of the sequence, one early and 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from trainshed.models.collectives import ParallelAxes, all_gather
 from trainshed.models.documents import AttentionMask, block_attention
-from trainshed.models.layers import Linear, Norm, RowParallelLinear
+from trainshed.models.layers import Linear, Norm, ProjectionNorm, RowParallelLinear
 from trainshed.recipe import ModelConfig
+from trainshed.recipe.model import RopeScaling
 
 # cuDNN's kernel is about twice as fast as the flash one on Hopper; the others are for shapes it does not support.
 SDPA_BACKENDS = [
@@ -31,22 +33,53 @@ SDPA_BACKENDS = [
 ]
 
 
+@dataclass(frozen=True)
+class AttentionRule:
+    """How one layer attends: how far back, and what becomes of the scores before the softmax."""
+
+    window: int | None = None
+    """How many tokens a query sees, itself included; None: all before it."""
+    scale: float | None = None
+    """What scores are multiplied by; None: 1 / sqrt(D)."""
+    soft_cap: float | None = None
+    """Scores x become cap · tanh(x / cap); None: they stay as they are."""
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether it changes scores in a way that `scaled_dot_product_attention` does not have."""
+        return self.soft_cap is not None
+
+
+PLAIN_ATTENTION = AttentionRule()
+
+
+def attention_rule(config: ModelConfig, layer: int) -> AttentionRule:
+    """Return how a layer attends."""
+    scale = None if config.query_scalar is None else config.query_scalar**-0.5
+    return AttentionRule(config.layer_window(layer), scale, config.attention_soft_cap)
+
+
 class Attention(nn.Module):
     """Self-attention with grouped queries."""
 
-    def __init__(self, config: ModelConfig, axes: ParallelAxes) -> None:
+    def __init__(self, config: ModelConfig, axes: ParallelAxes, layer: int = 0) -> None:
         super().__init__()
         self.config, self.axes = config, axes
+        self.rule = attention_rule(config, layer)
         self.kv_groups = config.kv_heads // axes.tp.size
         self.queries_per_group = config.heads // config.kv_heads
         rows = self.kv_groups * (self.queries_per_group + 2) * config.head_dim
-        self.norm = Norm(config.hidden, config)
+        self.norm = nn.Identity() if config.norm_placement == "post" else Norm(config.hidden, config)
         self.qkv = Linear(config.hidden, rows, bias=config.qkv_bias)
-        if config.qk_norm:
+        if config.qk_norm and config.qk_norm_span == "projection":
+            self.query_norm: Norm = ProjectionNorm(config.heads * config.head_dim, config, axes.tp)
+            self.key_norm: Norm = ProjectionNorm(config.kv_heads * config.head_dim, config, axes.tp)
+        elif config.qk_norm:
             self.query_norm = Norm(config.head_dim, config, kind="rms")
             self.key_norm = Norm(config.head_dim, config, kind="rms")
         heads = self.kv_groups * self.queries_per_group * config.head_dim
         self.out = RowParallelLinear(heads, config.hidden, axes.tp, bias=config.output_bias)
+        self.post_norm = nn.Identity() if config.norm_placement == "pre" else Norm(config.hidden, config)
 
     def forward(
         self,
@@ -61,8 +94,11 @@ class Attention(nn.Module):
         (`document_masks`); without them a row is one document.
         """
         query, key, value = self.qkv_projection(x, rotary, samples)
-        out = self._attend(query, key, value, masks)
-        return self.out(out.reshape(*out.shape[:2], -1), samples)
+        return self.output_projection(self._attend(query, key, value, masks), samples)
+
+    def output_projection(self, heads: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
+        """Project what the heads [S, B, G · r, D] found to this rank's tokens [s, B, H]."""
+        return self.post_norm(self.out(heads.reshape(*heads.shape[:2], -1), samples))
 
     def qkv_projection(
         self,
@@ -87,9 +123,9 @@ class Attention(nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: tuple[AttentionMask, ...] | None
     ) -> torch.Tensor:
         """Attend over the whole sequence: [S, B, heads, D] each to [S, B, heads, D]."""
-        cp, window = self.axes.cp, self.config.sliding_window
+        cp = self.axes.cp
         if cp.size == 1:
-            return causal_attention(query, key, value, window, None if masks is None else masks[0])
+            return causal_attention(query, key, value, self.rule, None if masks is None else masks[0])
         both = restore_sequence_order(all_gather(torch.cat([key, value], dim=2), cp), cp.size)
         key, value = both.split(self.kv_groups, dim=2)
         half_length = query.shape[0] // 2
@@ -97,7 +133,7 @@ class Attention(nn.Module):
         for half, queries in enumerate(query.split(half_length)):
             end = ((cp.rank, 2 * cp.size - 1 - cp.rank)[half] + 1) * half_length
             mask = None if masks is None else masks[half]
-            halves.append(causal_attention(queries, key[:end], value[:end], window, mask))
+            halves.append(causal_attention(queries, key[:end], value[:end], self.rule, mask))
         return torch.cat(halves)
 
 
@@ -113,44 +149,54 @@ def causal_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    window: int | None,
+    rule: AttentionRule = PLAIN_ATTENTION,
     document_mask: AttentionMask | None = None,
 ) -> torch.Tensor:
     """Attend causally: [S, B, heads, D] throughout; the last query is at the position of the last key.
 
     A `document_mask` takes the place of causality and window, which it contains.
     """
-    queries, keys = query.shape[0], key.shape[0]
+    queries, keys, window = query.shape[0], key.shape[0], rule.window
     windowed = window is not None and window < keys
     if document_mask is not None:
-        return _masked_attention(query, key, value, document_mask)
-    if (windowed or keys > queries) and supports_flash(query.shape[-1], query.dtype, query.device):
-        return _flash_attention(query, key, value, window if windowed else None)
+        return _masked_attention(query, key, value, document_mask, rule)
+    has_kernel = not rule.needs_scores and supports_flash(query.shape[-1], query.dtype, query.device)
+    if (windowed or keys > queries) and has_kernel:
+        if (missing := query.shape[-1] - value.shape[-1]) > 0:
+            # The kernel takes one width; latent attention has narrower values.
+            value = F.pad(value, (0, missing))
+            return _flash_attention(query, key, value, window if windowed else None, rule.scale)[..., :-missing]
+        return _flash_attention(query, key, value, window if windowed else None, rule.scale)
     mask = None
-    if keys != queries or windowed:
+    if keys != queries or windowed or rule.needs_scores:
         at = torch.arange(keys - queries, keys, device=query.device)[:, None]
         other = torch.arange(keys, device=query.device)[None, :]
         mask = other <= at
         if window is not None:
             mask = mask & (other > at - window)
-    return _masked_attention(query, key, value, mask)
+    return _masked_attention(query, key, value, mask, rule)
 
 
 def _masked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: AttentionMask | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: AttentionMask | None, rule: AttentionRule
 ) -> torch.Tensor:
     """Attend under a mask, or causally without one: [S, B, heads, D] throughout."""
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     if isinstance(mask, BlockMask):
-        out = block_attention(query, key, value, mask)
+        out = block_attention(query, key, value, mask, scale=rule.scale, soft_cap=rule.soft_cap)
+    elif rule.needs_scores:
+        assert mask is not None, "`causal_attention` makes one"
+        out = score_attention(query, key, value, mask, rule)
     elif query.is_cuda:
         with sdpa_kernel(SDPA_BACKENDS, set_priority=True):
-            out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=True)
+            out = F.scaled_dot_product_attention(
+                query, key, value, mask, is_causal=mask is None, scale=rule.scale, enable_gqa=True
+            )
     else:
         ratio = query.shape[1] // key.shape[1]
         if ratio > 1:
             key, value = key.repeat_interleave(ratio, dim=1), value.repeat_interleave(ratio, dim=1)
-        out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
+        out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=rule.scale)
     return out.permute(2, 0, 1, 3)
 
 
@@ -169,7 +215,24 @@ def supports_flash(head_dim: int, dtype: torch.dtype, device: torch.device) -> b
     )
 
 
-def _flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> torch.Tensor:
+def score_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, rule: AttentionRule
+) -> torch.Tensor:
+    """Attend from [B, heads, Q, D] to [B, groups, K, D] with scores that exist whole: for rules that no kernel has."""
+    groups, scale = key.shape[1], rule.scale or query.shape[-1] ** -0.5
+    queries = query.unflatten(1, (groups, -1))  # [B, groups, r, Q, D]
+    scores = (queries @ key[:, :, None].transpose(-1, -2)) * scale
+    if rule.soft_cap is not None:
+        scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
+    if mask is not None:
+        scores = scores.masked_fill(~(mask if mask.dim() == 2 else mask[:, :, None]), -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
+    return (weights @ value[:, :, None]).flatten(1, 2)
+
+
+def _flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, scale: float | None
+) -> torch.Tensor:
     """`causal_attention` where `scaled_dot_product_attention` needs a mask of S · L: fewer queries, or a window.
 
     Flash attention puts the last query at the last key by itself, and skips what lies before a window: with 4,096 of
@@ -178,7 +241,7 @@ def _flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     within = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
     out = torch.ops.aten._flash_attention_forward(
-        query, key, value, None, None, query.shape[1], key.shape[1], 0.0, True, False, **within
+        query, key, value, None, None, query.shape[1], key.shape[1], 0.0, True, False, scale=scale, **within
     )[0]
     return out.transpose(0, 1)
 
@@ -199,16 +262,30 @@ def context_parallel_positions(length: int, cp_size: int, cp_rank: int) -> torch
     return torch.cat([torch.arange(half * half_length, (half + 1) * half_length) for half in halves])
 
 
-def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Return the rotary frequencies, stretched as the model says: float32 [D / 2], as Hugging Face computes them."""
+def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> torch.Tensor:
+    """Return the rotary frequencies, stretched as the model says: float32 [D / 2], as Hugging Face computes them.
+
+    D is the part of a head that is turned. `local` is for layers with a window that have a base of their own.
+    """
     assert config.rope is not None, "the schema asks for it wherever positions are rotary"
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequencies = 1.0 / (config.rope.base**exponent)
-    scaling = config.rope.scaling
-    if scaling is None:
+    rope, width = config.rope, config.rotary_dim
+    exponent = torch.arange(0, width, 2, dtype=torch.int64).float() / width
+    if local:
+        assert rope.local_base is not None, "the caller asks `has_local_rope`"
+        return 1.0 / (rope.local_base**exponent)
+    frequencies = 1.0 / (rope.base**exponent)
+    if rope.scaling is None:
         return frequencies
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
+    match rope.scaling.kind:
+        case "linear":
+            return frequencies / rope.scaling.factor
+        case "llama3":
+            return _llama3_frequencies(frequencies, rope.scaling)
+        case "yarn":
+            return _yarn_frequencies(frequencies, rope.base, rope.scaling)
+
+
+def _llama3_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     low, high, original = scaling.low_frequency_factor, scaling.high_frequency_factor, scaling.original_positions
     assert low is not None, "the schema asks for all three"
     assert high is not None, "the schema asks for all three"
@@ -221,14 +298,59 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     return torch.where(between, blended, result)
 
 
-def rotary_table(config: ModelConfig, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines for these positions: float32 [S, D] each."""
-    angles = torch.outer(positions.float(), inverse_frequencies(config))
+def _yarn_frequencies(frequencies: torch.Tensor, base: float, scaling: RopeScaling) -> torch.Tensor:
+    """Leave fast frequencies alone, divide slow ones, blend between them channel by channel (Peng et al. 2023)."""
+    original = scaling.original_positions
+    assert original is not None, "the schema asks for it"
+    width = 2 * len(frequencies)
+
+    def channel(turns: float) -> float:
+        """Return the channel that makes so many turns within the original context."""
+        return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = channel(scaling.beta_fast or 32.0), channel(scaling.beta_slow or 1.0)
+    if scaling.truncate is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    if first == last:
+        last += 0.001  # a ramp of no width has no slope
+    ramp = ((torch.arange(len(frequencies), dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    return frequencies / scaling.factor * ramp + frequencies * (1 - ramp)
+
+
+def _rotary_magnitude(config: ModelConfig, *, local: bool) -> float:
+    """Return what cosines and sines are multiplied by: YaRN makes scores larger where it stretches."""
+    scaling = config.rope.scaling if config.rope is not None and not local else None
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return yarn_magnitude(scaling, scaling.mscale) / yarn_magnitude(scaling, scaling.mscale_all_dim)
+    return yarn_magnitude(scaling)
+
+
+def yarn_magnitude(scaling: RopeScaling, mscale: float = 1.0) -> float:
+    """Return how much larger attention is made by YaRN for a longer context."""
+    return 1.0 if scaling.factor <= 1 else 0.1 * mscale * math.log(scaling.factor) + 1.0
+
+
+def rotary_table(
+    config: ModelConfig, positions: torch.Tensor, *, local: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines for these positions: float32 [S, D] each; `local` as in `inverse_frequencies`."""
+    angles = torch.outer(positions.float(), inverse_frequencies(config, local=local))
     angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
+    magnitude = _rotary_magnitude(config, local=local)
+    return angles.cos() * magnitude, angles.sin() * magnitude
 
 
 def apply_rotary(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotate heads [S, B, heads, D] by their positions; cosine and sine are [S, 1, 1, D] or [S, B, 1, D]."""
+    """Rotate heads [S, B, heads, D] by their positions; cosine and sine are [S, 1, 1, D] or [S, B, 1, D].
+
+    Where these are narrower than a head, only so many of its first channels are turned.
+    """
+    if (width := cosine.shape[-1]) < x.shape[-1]:
+        return torch.cat([apply_rotary(x[..., :width], cosine, sine), x[..., width:]], dim=-1)
     first, second = x.chunk(2, dim=-1)
     return x * cosine + torch.cat([-second, first], dim=-1) * sine

@@ -3,6 +3,9 @@
 It runs the layers of the decoder that trains; only attention differs. The keys and values of all sequences are stored
 in one row of slots. Each sequence has a block of consecutive slots, and its new tokens attend to this block.
 
+With latent attention a slot holds the latent and the rotary key that all heads share. This is one key of a single
+group, and its first channels are the value (`latent_attention.py`).
+
 Shapes: T new tokens of all sequences, one sequence after the other; B sequences; N slots of the cache; G key/value
 groups, r query heads per group, D head_dim, H hidden, V vocabulary.
 """
@@ -16,13 +19,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainshed.models.attention import apply_rotary, causal_attention
-from trainshed.models.decoder import DecoderLayer, DecoderStage
+from trainshed.models.attention import (
+    PLAIN_ATTENTION,
+    AttentionRule,
+    apply_rotary,
+    causal_attention,
+    score_attention,
+)
+from trainshed.models.decoder import DecoderLayer, DecoderStage, scale_embedding
+from trainshed.models.latent_attention import MultiHeadLatentAttention
 from trainshed.models.layers import Linear, gates_first
 from trainshed.models.moe import GroupedExperts, MoE
 
-AttentionFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""How new queries [T, G · r, D] attend to the cached keys and values [N, G, D]: gives [T, G · r, D]."""
+AttentionFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionRule], torch.Tensor]
+"""How new queries [T, G · r, D] attend to cached keys [N, G, D] and values [N, G, V] by a layer's rule.
+
+It gives [T, G · r, V]."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +57,11 @@ class CachedDecoder:
         assert decoder.spec.first, "generation needs the whole decoder"
         assert decoder.spec.last, "generation needs the whole decoder"
         self.decoder, self.config = decoder, decoder.config
-        shape = (self.config.layers, slots, self.config.kv_heads, self.config.head_dim)
+        mla = self.config.mla
+        width = (self.config.kv_heads, self.config.head_dim) if mla is None else (1, mla.kv_rank + mla.rope_dim)
+        shape = (self.config.layers, slots, *width)
         self.keys = torch.zeros(shape, dtype=decoder.spec.dtype, device=decoder.spec.device)
-        self.values = torch.zeros_like(self.keys)
+        self.values = torch.zeros_like(self.keys) if mla is None else self.keys[..., : mla.kv_rank]
 
     def hidden(
         self,
@@ -64,14 +78,23 @@ class CachedDecoder:
         never depends on the other tokens that chose the same expert.
         """
         decoder = self.decoder
-        x = decoder.embedding(tokens).to(decoder.spec.dtype)
+        x = scale_embedding(decoder.embedding(tokens).to(decoder.spec.dtype), self.config)
         if self.config.positions == "learned":
             x = x + F.embedding(positions, decoder.positions.weight).to(x.dtype)
-        rotary = None if decoder.rotary is None else (decoder.rotary[0][positions], decoder.rotary[1][positions])
+        tables = {False: decoder.rotary, True: decoder.local_rotary}
+        rotary_of = {
+            local: None if table is None else (table[0][positions], table[1][positions])
+            for local, table in tables.items()
+        }
         x = x[:, None]
         for layer, block in enumerate(decoder.layers.values()):
             assert isinstance(block, DecoderLayer), "a decoder's layers are blocks"
-            keys, values = self.keys[layer], self.values[layer]
+            keys, values, rotary = self.keys[layer], self.values[layer], rotary_of[block.has_local_rope]
+            if isinstance(block.attention, MultiHeadLatentAttention):
+                assert rotary is not None, "latent attention has rotary positions"
+                x = x + self._attend_to_latents(block.attention, x, rotary, slots, keys, values, attention)
+                x = x + self._feed_forward(block, x, one_by_one)
+                continue
             query, key, value = block.attention.qkv_projection(x, None)
             if rotary is not None:
                 # Both at once: the time of a step with few tokens is the number of its operations.
@@ -79,45 +102,69 @@ class CachedDecoder:
                 query, key = turned.split([query.shape[2], key.shape[2]], dim=2)
             keys.index_copy_(0, slots, key[:, 0])
             values.index_copy_(0, slots, value[:, 0])
-            out = attention(query[:, 0], keys, values)
-            x = x + block.attention.out(out.reshape(len(tokens), 1, -1))
-            if isinstance(block.mlp, MoE):
-                parts = [block.mlp(part, None)[0] for part in (x[:one_by_one].split(1) if one_by_one else (x,))]
-                x = x + torch.cat([*parts, torch.zeros_like(x[one_by_one:])] if one_by_one else parts)
-            else:
-                x = x + block.mlp(x)
+            out = attention(query[:, 0], keys, values, block.attention.rule)
+            x = x + block.attention.output_projection(out[:, None])
+            x = x + self._feed_forward(block, x, one_by_one)
         return decoder.norm(x)[:, 0]
+
+    @staticmethod
+    def _attend_to_latents(
+        module: MultiHeadLatentAttention,
+        x: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        attention: AttentionFunction,
+    ) -> torch.Tensor:
+        """Store latents and rotary keys of new tokens [T, 1, H] and attend to those of their sequences."""
+        query, latent, rotary_key = module.compress(x, rotary)
+        keys.index_copy_(0, slots, torch.cat([latent, rotary_key], dim=-1))
+        out = attention(module.absorbed_queries(query[:, 0]), keys, values, PLAIN_ATTENTION)
+        return module.out(module.values_of_latents(out)[:, None])
+
+    @staticmethod
+    def _feed_forward(block: DecoderLayer, x: torch.Tensor, one_by_one: int) -> torch.Tensor:
+        if not isinstance(block.mlp, MoE):
+            return block.mlp(x)
+        parts = [block.mlp(part, None)[0] for part in (x[:one_by_one].split(1) if one_by_one else (x,))]
+        return torch.cat([*parts, torch.zeros_like(x[one_by_one:])] if one_by_one else parts)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of hidden states [T, H]: float32 [T, V]."""
         return self.decoder.logits(hidden).float()
 
 
-def per_sequence_attention(spans: Sequence[SequenceSpan], window: int | None) -> AttentionFunction:
+def per_sequence_attention(spans: Sequence[SequenceSpan]) -> AttentionFunction:
     """Attend sequence by sequence: works on every device and in every dtype, and no sequence changes another."""
 
-    def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(query)
+    def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+        out, window = query.new_zeros(*query.shape[:-1], values.shape[-1]), rule.window
         for span in spans:
             visible = span.key_length if window is None else min(span.key_length, window + span.query_length - 1)
             slot_stop = span.slot_start + span.key_length
             block = slice(slot_stop - visible, slot_stop)
             rows = slice(span.query_start, span.query_start + span.query_length)
             if span.query_length == 1:
-                out[rows] = _decode_attention(query[rows], keys[block], values[block])
+                out[rows] = _decode_attention(query[rows], keys[block], values[block], rule)
             else:
-                out[rows] = causal_attention(query[rows, None], keys[block, None], values[block, None], window)[:, 0]
+                out[rows] = causal_attention(query[rows, None], keys[block, None], values[block, None], rule)[:, 0]
         return out
 
     return attention
 
 
-def _decode_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _decode_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: AttentionRule
+) -> torch.Tensor:
     """Attend from one token to all given keys; a group's heads are passed as tokens, so that no key is repeated."""
     groups = keys.shape[1]
+    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+    if rule.needs_scores:
+        return score_attention(query[..., None, :], keys, values, None, rule)[:, :, 0]
     grouped = query.view(1, groups, -1, query.shape[-1])
-    out = F.scaled_dot_product_attention(grouped, keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
-    return out.reshape(1, -1, query.shape[-1])
+    out = F.scaled_dot_product_attention(grouped, keys, values, scale=rule.scale)
+    return out.reshape(1, -1, values.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -135,15 +182,13 @@ class VarlenMetadata:
     max_key_length: int
 
 
-def varlen_flash_attention(metadata: VarlenMetadata, window: int | None) -> AttentionFunction:
+def varlen_flash_attention(metadata: VarlenMetadata) -> AttentionFunction:
     """Attend with one kernel, which reads the spans on the device, so that a CUDA graph can replay it."""
     # A single new token attends to everything before it, without a mask. Only without mask and window does the kernel
     # split long sequences over the GPU.
     causal = metadata.max_query_length > 1
-    left = None if window is None else window - 1
-    right = None if window is None else 0
 
-    def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         return torch.ops.aten._flash_attention_forward(
             query,
             keys,
@@ -155,8 +200,9 @@ def varlen_flash_attention(metadata: VarlenMetadata, window: int | None) -> Atte
             0.0,
             causal,
             False,
-            window_size_left=left,
-            window_size_right=right,
+            scale=rule.scale,
+            window_size_left=None if rule.window is None else rule.window - 1,
+            window_size_right=None if rule.window is None else 0,
             seqused_k=metadata.key_lengths,
         )[0]
 

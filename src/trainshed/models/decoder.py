@@ -20,9 +20,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trainshed.models.attention import Attention, context_parallel_positions, rotary_table
+from trainshed.models.attention import Attention, attention_rule, context_parallel_positions, rotary_table
 from trainshed.models.collectives import ParallelAxes, all_gather, reduce_scatter
-from trainshed.models.documents import AttentionMask, document_masks, document_positions
+from trainshed.models.documents import AttentionMask, document_masks, document_positions, has_block_attention
+from trainshed.models.latent_attention import MultiHeadLatentAttention
 from trainshed.models.layers import MLP, CounterDropout, Norm
 from trainshed.models.loss import (
     LOSS_TERMS,
@@ -56,6 +57,8 @@ class Regularization:
     z_loss: float = 0.0
     moe_balance: float = 0.0
     moe_z: float = 0.0
+    moe_bias_update: float = 0.0
+    """How far the bias of each expert's score moves in a step, towards even load."""
     dropout: float = 0.0
     seed: int = 0
     token_loss: TokenLoss | None = None
@@ -85,6 +88,10 @@ class LossNormalization:
     pairs: torch.Tensor = field(default_factory=lambda: torch.ones(()))
 
 
+_RotaryTables = dict[bool, tuple[torch.Tensor, torch.Tensor] | None]
+"""Cosines and sines of layers without (False) and with (True) a rotary base of their own."""
+_WindowMasks = dict[int | None, tuple[AttentionMask, ...]]
+"""The masks of layers with each window; None: of those without one."""
 _aten, _comm = torch.ops.aten, torch.ops._c10d_functional
 _SAVED_OPS = (
     _aten.mm.default,
@@ -132,14 +139,17 @@ class DecoderLayer(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.recompute = recompute
+        self.recompute, self.layer = recompute, layer
         self.checkpoint_contexts = (
             selective_checkpoint_contexts if config.moe is None else selective_checkpoint_contexts_beside_hooks
         )
         self.cheap_products: frozenset[int] = frozenset()
         """Inner sizes of the products that selective recompute repeats: those that adapters end in."""
-        self.attention = Attention(config, axes)
-        if config.moe is None:
+        self.attention: Attention | MultiHeadLatentAttention = (
+            Attention(config, axes, layer) if config.mla is None else MultiHeadLatentAttention(config, axes)
+        )
+        self.window, self.has_local_rope = config.layer_window(layer), config.has_local_rope(layer)
+        if not config.has_experts(layer):
             assert config.ffn is not None, "the schema asks for it wherever there are no experts"
             self.mlp: MLP | MoE = MLP(config, config.ffn, axes)
         else:
@@ -156,7 +166,7 @@ class DecoderLayer(nn.Module):
         columns: torch.Tensor,
         masks: tuple[AttentionMask, ...] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the residual stream [s, B, H] and the router's losses, if there is a router.
+        """Return the residual stream [s, B, H] and the router's figures (`MoE.forward`), if there is a router.
 
         `sequence_scale` is 1 / sequences of the global batch, for the router's losses. `samples` and `columns` are for
         dropout, `masks` keep documents apart.
@@ -180,11 +190,12 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = x + self.attention_dropout(self.attention(x, rotary, samples, masks), samples, columns)
         if isinstance(self.mlp, MoE):
-            out, router_losses = self.mlp(x, sequence_scale, samples)
-            out, router_losses = _AttachLosses.apply(out, router_losses), router_losses.detach()
+            out, router_figures = self.mlp(x, sequence_scale, samples)
+            out = _AttachLosses.apply(out, router_figures[: len(ROUTER_LOSS_TERMS)])
+            router_figures = router_figures.detach()
         else:
-            out, router_losses = self.mlp(x, samples), None
-        return x + self.mlp_dropout(out, samples, columns), router_losses
+            out, router_figures = self.mlp(x, samples), None
+        return x + self.mlp_dropout(out, samples, columns), router_figures
 
 
 class Embedding(nn.Module):
@@ -292,17 +303,26 @@ class DecoderStage(nn.Module):
         with torch.device("cpu"):
             local = context_parallel_positions(spec.sequence_length, cp.size, cp.rank)
             self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-            self._rotary_of_position: tuple[torch.Tensor, torch.Tensor] | None = None
+            self.local_rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+            self._rotary_of_position: dict[bool, tuple[torch.Tensor, torch.Tensor]] = {}
             if self.config.positions == "rope":
-                dtype = torch.promote_types(spec.dtype, torch.float32)
-                cosine, sine = rotary_table(self.config, local)
-                self.rotary = (
-                    cosine[:, None, None].to(device, dtype),
-                    sine[:, None, None].to(device, dtype),
-                )
+                self.rotary = self._rotary(local, local=False)
+                if any(map(self.config.has_local_rope, spec.layers)):
+                    self.local_rotary = self._rotary(local, local=True)
             start, stop = tp.shard_bounds(len(local))
             self.columns, self.local_columns = local.to(device), local[start:stop].to(device)
         self.router_losses = torch.zeros(len(ROUTER_LOSS_TERMS), dtype=torch.float64, device=device)
+        moe = self.config.moe
+        self.expert_load: torch.Tensor | None = None
+        """Tokens of this rank that each expert of each layer was chosen for since it was set to 0 [layers, E]."""
+        if moe is not None and moe.score_bias:
+            self.expert_load = torch.zeros(self.config.layers, moe.experts, dtype=torch.float64, device=device)
+
+    def _rotary(self, positions: torch.Tensor, *, local: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines [S, 1, 1, D] on the device; `local`: for layers with a rotary base of their own."""
+        dtype = torch.promote_types(self.spec.dtype, torch.float32)
+        cosine, sine = rotary_table(self.config, positions, local=local)
+        return cosine[:, None, None].to(self.spec.device, dtype), sine[:, None, None].to(self.spec.device, dtype)
 
     def forward(
         self,
@@ -326,17 +346,18 @@ class DecoderStage(nn.Module):
         """
         if self.spec.first:
             x = self._embed(x, samples, document_starts)
-        rotary, masks = self.rotary, None
-        if document_starts is not None:
-            rotary = self._document_rotary(document_starts)
-            masks = document_masks(
-                document_starts, self.axes.cp, self.config.sliding_window, head_dim=self.config.head_dim
-            )
-        for block, saving in self._layers(x, rotary, masks, samples):
+        positions = self._positions(document_starts)
+        masks = self._masks(x.shape[1], document_starts)
+        for block, saving in self._layers(x, positions, masks, samples):
+            assert isinstance(block, DecoderLayer), "a decoder's layers are blocks"
+            rotary, mask = positions[block.has_local_rope], masks.get(block.window)
             with saving:
-                x, router_losses = block(x, rotary, self.normalization.sequences, samples, self.local_columns, masks)
-            if router_losses is not None:
-                self.router_losses += router_losses
+                x, router_figures = block(x, rotary, self.normalization.sequences, samples, self.local_columns, mask)
+            if router_figures is not None:
+                # Outside of what is recomputed, so that nothing is counted twice.
+                self.router_losses += router_figures[: len(ROUTER_LOSS_TERMS)]
+                if self.expert_load is not None:
+                    self.expert_load[block.layer] += router_figures[len(ROUTER_LOSS_TERMS) :]
         if not self.spec.last:
             return x
         hidden = all_gather(self.norm(x), self.axes.tp)
@@ -381,6 +402,7 @@ class DecoderStage(nn.Module):
                 trained_rows=head.trained_rows(),
                 trained_start=head.trained_start,
                 source_losses=source_losses,
+                soft_cap=self.config.logit_soft_cap,
             )
             return self._with_source_losses(torch.stack(terms), source_losses)
         loss, z = linear_cross_entropy(
@@ -395,6 +417,7 @@ class DecoderStage(nn.Module):
             trained_rows=head.trained_rows(),
             trained_start=head.trained_start,
             source_losses=source_losses,
+            soft_cap=self.config.logit_soft_cap,
         )
         return self._with_source_losses(torch.stack([loss, z]), source_losses)
 
@@ -407,8 +430,8 @@ class DecoderStage(nn.Module):
     def _layers(
         self,
         x: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        masks: tuple[AttentionMask, ...] | None,
+        positions: _RotaryTables,
+        masks: _WindowMasks,
         samples: torch.Tensor | None,
     ) -> Iterator[tuple[nn.Module, AbstractContextManager[None]]]:
         """Yield each layer with the context that it runs in, which says where its activations wait for backward."""
@@ -416,7 +439,9 @@ class DecoderStage(nn.Module):
         if self.spec.offload is None or not torch.is_grad_enabled():
             yield from ((block, nullcontext()) for block in blocks)
             return
-        shared = (*(rotary or ()), *(mask for mask in masks or () if isinstance(mask, torch.Tensor)), samples)
+        tables = (table for tables in positions.values() for table in tables or ())
+        plain_masks = (mask for parts in masks.values() for mask in parts if isinstance(mask, torch.Tensor))
+        shared = (*tables, *plain_masks, samples)
         one_stage = self.spec.first and self.spec.last
         tokens = x.shape[0] * x.shape[1]
         forward_pass = self.spec.offload.forward_pass(
@@ -436,7 +461,9 @@ class DecoderStage(nn.Module):
     ) -> torch.Tensor:
         """Return the `output_terms`; without the reference's log-probabilities, those of this model [B, slots]."""
         documents = packed_documents(document_starts, self.columns, self.axes.cp)
-        vocabulary = VocabularyShard(self.config.vocab_size, self.axes.tp, self.vocab_start, head.trained_start)
+        vocabulary = VocabularyShard(
+            self.config.vocab_size, self.axes.tp, self.vocab_start, head.trained_start, self.config.logit_soft_cap
+        )
         states, rows, labels = hidden.flatten(0, 1), head.trained_rows(), labels.t().flatten()
         if reference_logps is None:
             logps = linear_document_logps(states, head.weight, labels, documents, rule, vocabulary, rows)
@@ -450,24 +477,47 @@ class DecoderStage(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of this rank's part of the vocabulary for hidden states [S, B, H]: [S, B, V]."""
-        return self._head.with_rows(lambda head, states: states @ head.matrix().to(states.dtype).t(), hidden)
+        return self._head.with_rows(
+            lambda head, states: cap_logits(states @ head.matrix().to(states.dtype).t(), self.config), hidden
+        )
 
     @property
     def _head(self) -> Embedding:
         return self.embedding if self.config.tied_embeddings else self.head
 
-    def _document_rotary(self, document_starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _positions(self, document_starts: torch.Tensor | None) -> _RotaryTables:
+        """Return the tables of layers without and with a rotary base of their own."""
+        tables = {False: self.rotary, True: self.local_rotary}
+        if document_starts is None:
+            return tables
+        return {
+            local: None if table is None else self._document_rotary(document_starts, local=local)
+            for local, table in tables.items()
+        }
+
+    def _document_rotary(self, document_starts: torch.Tensor, *, local: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of this rank's columns by their positions within documents: [S, B, 1, D] each."""
-        if self.rotary is None:
-            return None
-        if self._rotary_of_position is None:
+        if local not in self._rotary_of_position:
             with torch.device("cpu"):
-                tables = rotary_table(self.config, torch.arange(self.spec.sequence_length))
-            cosine, sine = (table[:, None].to(self.rotary[0]) for table in tables)
-            self._rotary_of_position = (cosine, sine)
+                cosine, sine = self._rotary(torch.arange(self.spec.sequence_length), local=local)
+            self._rotary_of_position[local] = cosine[:, 0], sine[:, 0]
         positions = document_positions(document_starts, self.columns)
-        cosine, sine = self._rotary_of_position
+        cosine, sine = self._rotary_of_position[local]
         return cosine[positions], sine[positions]
+
+    def _masks(self, rows: int, document_starts: torch.Tensor | None) -> _WindowMasks:
+        """Return the masks of each window that a layer of this stage has; none where kernels do without."""
+        rules = {layer: attention_rule(self.config, layer) for layer in self.spec.layers}
+        if document_starts is None:
+            needed = any(rule.needs_scores for rule in rules.values())
+            if not needed or not has_block_attention(self.spec.device, self.config.head_dim):
+                return {}
+            # Only FlexAttention changes scores without holding all of them, and it takes a mask.
+            document_starts = torch.zeros(rows, self.spec.sequence_length, dtype=torch.int64, device=self.spec.device)
+        return {
+            window: document_masks(document_starts, self.axes.cp, window, head_dim=self.config.head_dim)
+            for window in {rule.window for rule in rules.values()}
+        }
 
     def _embed(
         self, tokens: torch.Tensor, samples: torch.Tensor | None, document_starts: torch.Tensor | None
@@ -481,13 +531,26 @@ class DecoderStage(nn.Module):
             on_this_rank = (ids >= 0) & (ids < self.embedding.weight.shape[0])
             rows = self.embedding(torch.where(on_this_rank, ids, 0))
             x = reduce_scatter(torch.where(on_this_rank[..., None], rows, 0.0), tp)
-        x = x.to(self.spec.dtype)
+        x = scale_embedding(x.to(self.spec.dtype), self.config)
         if self.config.positions == "learned":
             positions = self.local_columns[:, None]
             if document_starts is not None:
                 positions = document_positions(document_starts, self.local_columns)
             x = x + F.embedding(positions, self.positions.weight).to(x.dtype)
         return self.embedding_dropout(x, samples, self.local_columns)
+
+
+def scale_embedding(x: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Multiply embedded tokens by sqrt(hidden) where the model does; the factor is rounded to their dtype, as in HF."""
+    if not config.scaled_embeddings:
+        return x
+    return x * torch.tensor(config.hidden**0.5, dtype=x.dtype).item()
+
+
+def cap_logits(logits: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Bound logits by tanh where the model does."""
+    cap = config.logit_soft_cap
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 class _AttachLosses(torch.autograd.Function):

@@ -36,6 +36,11 @@ def document_positions(document_starts: torch.Tensor, columns: torch.Tensor) -> 
     return columns[:, None] - document_starts[:, columns].t()
 
 
+def has_block_attention(device: torch.device, head_dim: int) -> bool:
+    """Whether attention under a mask is FlexAttention's here."""
+    return device.type == "cuda" and head_dim >= _FLEX_MIN_HEAD_DIM
+
+
 def document_masks(
     document_starts: torch.Tensor, cp: AxisGroup, window: int | None, head_dim: int
 ) -> tuple[AttentionMask, ...]:
@@ -57,7 +62,7 @@ def _mask(document_starts: torch.Tensor, begin: int, end: int, window: int | Non
     first_key = document_starts[:, begin:end]
     if window is not None:
         first_key = torch.maximum(first_key, columns - (window - 1))
-    if document_starts.is_cuda and head_dim >= _FLEX_MIN_HEAD_DIM:
+    if has_block_attention(document_starts.device, head_dim):
         return _block_mask(first_key.contiguous(), begin, end)
     keys = torch.arange(end, device=document_starts.device)
     return ((keys >= first_key[..., None]) & (keys <= columns[:, None]))[:, None]
@@ -91,11 +96,25 @@ def _block_mask(first_key: torch.Tensor, begin: int, end: int) -> BlockMask:
     )
 
 
-def block_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask) -> torch.Tensor:
-    """Attend from [B, heads, Q, D] to [B, groups, K, D] under a block mask."""
+def block_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: BlockMask,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """Attend from [B, heads, Q, D] to [B, groups, K, D] under a block mask; `scale`, `soft_cap`: of the scores."""
     # Blocks of the decoder are compiled as a whole; outside of them the kernel is compiled by itself.
     function: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
-    return function(query, key, value, block_mask=mask, enable_gqa=True)
+
+    def capped(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        assert soft_cap is not None, "only used with one"
+        return soft_cap * torch.tanh(score / soft_cap)
+
+    score_mod = None if soft_cap is None else capped
+    return function(query, key, value, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=True)
 
 
 @cache

@@ -7,12 +7,13 @@ Otherwise it is an error that names it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from trainshed.errors import InputError
+from trainshed.models.hf_attention import HfAttentionReader, WindowStyle, as_json, write_rope, write_windows
+from trainshed.models.nearest_family import nearest_family
 from trainshed.plugins import Registry
 from trainshed.recipe import ModelConfig
 from trainshed.recipe.model import FamilyName, family_decoder
@@ -27,12 +28,14 @@ class HfTensorNames:
     `base` is the prefix of all tensors but the head; checkpoints saved without a head lack it. `layer` is the prefix of
     a layer's tensors. `tensors` maps our names (without layer and without `.weight` or `.bias`) to theirs: several if
     only ours is fused, one if theirs is fused as well. Weights of `transposed` tensors are [in, out] (Conv1D).
+    `endings` are their words for what is neither `.weight` nor `.bias`.
     """
 
     base: str
     layer: str
     tensors: Mapping[str, tuple[str, ...]]
     transposed: frozenset[str] = frozenset()
+    endings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,22 @@ class HfFamily:
     defaults: Mapping[str, Any]
     names: HfTensorNames
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    latent: Mapping[str, str] = field(default_factory=dict)
+    """The keys inside `mla`, of a family with latent attention."""
     rope_base: float = 10000.0
+    local_rope_base: float | Literal["base"] | None = None
+    """Of layers with a window, if they have a rotary table of their own, which is never stretched."""
+    rope_fraction: float | None = None
+    """Which part of a head is turned if the config does not say; None: all of it, and the config has no say."""
+    refused_rope_kinds: tuple[str, ...] = ()
+    """Kinds of stretching that mean something else in this family."""
+    window_style: WindowStyle = "none"
+    full_attention_every: int = 1
+    """With `layer_types` left out, every so many layers one has no window."""
+    asks_window_layers: bool = True
+    """Whether the first `max_window_layers` have no window, where windows are switched."""
+    unread: frozenset[str] = frozenset()
+    """Keys that stand in published configs and that no layer of this family reads."""
     decoder: FamilyName = "llama"
     """Of a family that a plugin registers: the built-in one whose decoder it has, and whose config it writes."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -73,6 +91,25 @@ _DENSE = HfTensorNames(
     "model.layers.{layer}.",
     _ATTENTION | {"mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.down": ("mlp.down_proj",)},
 )
+_POST_NORMS = {
+    "attention.post_norm": ("post_attention_layernorm",),
+    "mlp.post_norm": ("post_feedforward_layernorm",),
+}
+_OLMO2 = HfTensorNames(
+    _DENSE.base,
+    _DENSE.layer,
+    {name: theirs for name, theirs in _DENSE.tensors.items() if name not in ("attention.norm", "mlp.norm")}
+    | _POST_NORMS,
+)
+_GEMMA = HfTensorNames(
+    _DENSE.base, _DENSE.layer, dict(_DENSE.tensors) | _POST_NORMS | {"mlp.norm": ("pre_feedforward_layernorm",)}
+)
+_PHI3 = HfTensorNames(
+    _DENSE.base,
+    _DENSE.layer,
+    dict(_DENSE.tensors) | {"attention.qkv": ("self_attn.qkv_proj",), "mlp.gate_up": ("mlp.gate_up_proj",)},
+)
+_NEMOTRON = HfTensorNames(_DENSE.base, _DENSE.layer, dict(_DENSE.tensors) | {"mlp.up": ("mlp.up_proj",)})
 _MIXTRAL = HfTensorNames(
     "model.",
     "model.layers.{layer}.",
@@ -92,6 +129,25 @@ _QWEN_MOE = HfTensorNames(
         "mlp.experts.gate_up": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
         "mlp.experts.down": ("mlp.experts.{expert}.down_proj",),
     },
+)
+_DEEPSEEK = HfTensorNames(
+    "model.",
+    "model.layers.{layer}.",
+    {
+        **_QWEN_MOE.tensors,
+        "attention.q": ("self_attn.q_proj",),
+        "attention.q_down": ("self_attn.q_a_proj",),
+        "attention.q_norm": ("self_attn.q_a_layernorm",),
+        "attention.q_up": ("self_attn.q_b_proj",),
+        "attention.kv_down": ("self_attn.kv_a_proj_with_mqa",),
+        "attention.kv_norm": ("self_attn.kv_a_layernorm",),
+        "attention.kv_up": ("self_attn.kv_b_proj",),
+        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.down": ("mlp.down_proj",),
+        "mlp.shared.gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        "mlp.shared.down": ("mlp.shared_experts.down_proj",),
+    },
+    endings={"score_bias": "e_score_correction_bias"},
 )
 _GPT2 = HfTensorNames(
     "transformer.",
@@ -134,11 +190,85 @@ _DEFAULTS = {
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
 }
+_GEMMA_KEYS = _COMMON | {
+    "activation": "hidden_activation",
+    "query_scalar": "query_pre_attn_scalar",
+    "logit_soft_cap": "final_logit_softcapping",
+}
+_GEMMA_DEFAULTS = {
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+    "query_pre_attn_scalar": 256,
+    "final_logit_softcapping": None,
+    "sliding_window": 4096,
+}
 _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
     "llama": HfFamily("LlamaForCausalLM", _COMMON, _DEFAULTS | {"num_key_value_heads": None}, _DENSE),
-    "mistral": HfFamily("MistralForCausalLM", _COMMON, _DEFAULTS | {"sliding_window": 4096}, _DENSE),
-    "qwen2": HfFamily("Qwen2ForCausalLM", _COMMON, _DEFAULTS, _DENSE),
-    "qwen3": HfFamily("Qwen3ForCausalLM", _COMMON, _DEFAULTS | {"head_dim": 128}, _DENSE),
+    "mistral": HfFamily(
+        "MistralForCausalLM", _COMMON, _DEFAULTS | {"sliding_window": 4096}, _DENSE, window_style="all"
+    ),
+    "qwen2": HfFamily("Qwen2ForCausalLM", _COMMON, _DEFAULTS, _DENSE, window_style="switched"),
+    "qwen3": HfFamily("Qwen3ForCausalLM", _COMMON, _DEFAULTS | {"head_dim": 128}, _DENSE, window_style="switched"),
+    "olmo2": HfFamily(
+        "Olmo2ForCausalLM", _COMMON, _DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": None}, _OLMO2
+    ),
+    "olmo3": HfFamily(
+        "Olmo3ForCausalLM",
+        _COMMON,
+        _DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": None, "sliding_window": 4096},
+        _OLMO2,
+        local_rope_base="base",
+        window_style="pattern",
+        full_attention_every=4,
+    ),
+    "gemma2": HfFamily(
+        "Gemma2ForCausalLM",
+        _GEMMA_KEYS | {"attention_soft_cap": "attn_logit_softcapping"},
+        _GEMMA_DEFAULTS | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        _GEMMA,
+        window_style="pattern",
+        full_attention_every=2,
+        unread=frozenset({"hidden_act", "cache_implementation"}),
+    ),
+    "gemma3_text": HfFamily(
+        "Gemma3ForCausalLM",
+        _GEMMA_KEYS,
+        _GEMMA_DEFAULTS,
+        _GEMMA,
+        rope_base=1e6,
+        local_rope_base=10000.0,
+        window_style="pattern",
+        full_attention_every=6,
+        unread=frozenset({"cache_implementation"}),
+    ),
+    "phi3": HfFamily(
+        "Phi3ForCausalLM",
+        _COMMON,
+        _DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": None, "sliding_window": None},
+        _PHI3,
+        rope_fraction=1.0,
+        # transformers takes both for `longrope`, whose frequencies depend on the length of the text.
+        refused_rope_kinds=("yarn",),
+        window_style="all",
+        unread=frozenset({"original_max_position_embeddings"}),
+    ),
+    "nemotron": HfFamily(
+        "NemotronForCausalLM",
+        _COMMON | {"norm_eps": "norm_eps"},
+        {
+            "head_dim": None,
+            "num_key_value_heads": None,
+            "norm_eps": 1e-5,
+            "hidden_act": "relu2",
+            "tie_word_embeddings": False,
+            "initializer_range": 0.0134,
+        },
+        _NEMOTRON,
+        rope_fraction=0.5,
+    ),
     "mixtral": HfFamily(
         "MixtralForCausalLM",
         _WITH_EXPERTS,
@@ -146,6 +276,7 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
         _MIXTRAL,
         {"experts": ("num_local_experts",), "top_k": ("num_experts_per_tok",), "ffn": ("intermediate_size",)},
         rope_base=1e6,
+        window_style="all",
     ),
     "qwen3_moe": HfFamily(
         "Qwen3MoeForCausalLM",
@@ -158,6 +289,44 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
             "top_k": ("num_experts_per_tok",),
             "ffn": ("moe_intermediate_size",),
             "normalize_top_k": ("norm_topk_prob",),
+        },
+        window_style="switched",
+        asks_window_layers=False,
+    ),
+    "deepseek_v3": HfFamily(
+        "DeepseekV3ForCausalLM",
+        {key: name for key, name in _COMMON.items() if key not in ("kv_heads", "head_dim")},
+        _DEFAULTS
+        | {
+            "rms_norm_eps": 1e-6,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "q_lora_rank": 1536,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": True,
+            "rope_interleave": True,
+        },
+        _DEEPSEEK,
+        {
+            "experts": ("n_routed_experts", "num_local_experts"),
+            "top_k": ("num_experts_per_tok",),
+            "ffn": ("moe_intermediate_size",),
+            "normalize_top_k": ("norm_topk_prob",),
+            "groups": ("n_group",),
+            "top_groups": ("topk_group",),
+            "scale": ("routed_scaling_factor",),
+            "dense_first": ("first_k_dense_replace",),
+        },
+        latent={
+            "query_rank": "q_lora_rank",
+            "kv_rank": "kv_lora_rank",
+            "nope_dim": "qk_nope_head_dim",
+            "rope_dim": "qk_rope_head_dim",
+            "value_dim": "v_head_dim",
+            "rope_interleaved": "rope_interleave",
         },
     ),
     "gpt2": HfFamily(
@@ -196,6 +365,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 # Keys with one value that is ours; left out, transformers takes that value too.
 _ONLY_VALUE = {"scale_attn_weights": True, "is_causal": True, "decoder_sparse_step": 1, "partial_rotary_factor": 1.0}
@@ -219,6 +389,8 @@ _HARMLESS = frozenset({
     "length_penalty", "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "diversity_penalty", "max_length",
     "min_length", "do_sample",
 })  # fmt: skip
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""DeepSeek-V3's layers that predict more than the next token; the first is the published name."""
 _UNREAD_HINT = (
     "no key of a config is ignored: if this one changes nothing, take it out of a copy of config.json; "
     "if the architecture is known to fit, write it out under `model.config` in the recipe"
@@ -245,23 +417,19 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": config.family}
     written |= {hf_key: getattr(config, native_key) for native_key, hf_key in family.keys.items()}
     written[family.keys["activation"]] = _activation_name(config)
+    if "query_scalar" in family.keys:
+        written[family.keys["query_scalar"]] = config.query_scalar or config.head_dim
+    decoder = family_decoder(config.family)
     if config.rope is not None:
-        written["rope_theta"] = config.rope.base
-        written["rope_scaling"] = _rope_scaling(config)
+        written |= write_rope(config, HF_FAMILIES[decoder]) | write_windows(config, HF_FAMILIES[decoder])
     if config.moe is not None:
         written |= {hf_key[0]: getattr(config.moe, native_key) for native_key, hf_key in family.experts.items()}
-    decoder = family_decoder(config.family)
+    if decoder == "deepseek_v3":
+        written |= _deepseek_keys(config, family)
     if decoder == "qwen3_moe" and config.moe is not None:
         # Read by no layer; the published models have this product here.
         written["intermediate_size"] = config.moe.ffn * config.moe.top_k
         written |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    if decoder in ("mistral", "mixtral"):
-        written["sliding_window"] = config.sliding_window
-    elif decoder.startswith("qwen"):
-        written["use_sliding_window"] = config.sliding_window is not None
-        written["sliding_window"] = config.sliding_window
-        if decoder != "qwen3_moe":
-            written["max_window_layers"] = config.layers if config.sliding_window is None else 0
     back = read_hf_config(written, "config.json")
     lost = [key for key in ModelConfig.model_fields if getattr(back, key) != getattr(config, key)]
     if lost:
@@ -275,7 +443,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 def config_differences(wanted: ModelConfig, stored: ModelConfig) -> list[str]:
     """Say where two architectures differ, key by key: that of a recipe and that of its base weights."""
     return [
-        f"`{key}` is {_as_json(getattr(wanted, key))}, of the weights it is {_as_json(getattr(stored, key))}"
+        f"`{key}` is {as_json(getattr(wanted, key))}, of the weights it is {as_json(getattr(stored, key))}"
         for key in ModelConfig.model_fields
         if key != "init_std" and getattr(wanted, key) != getattr(stored, key)
     ]
@@ -291,14 +459,14 @@ class _ConfigReader:
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
             raise self._error(
-                f"`model_type: {_as_json(model_type)}` is no family", f"known are {', '.join(HF_FAMILIES)}"
+                f"`model_type: {as_json(model_type)}` is not a family here", nearest_family(model_type, HF_FAMILIES)
             )
         self._name = model_type
         self._family, self._decoder = HF_FAMILIES[self._name], family_decoder(self._name)
         architectures = config.get("architectures") or [self._family.architecture]
         if architectures != [self._family.architecture]:
             raise self._error(
-                f"`architectures: {_as_json(architectures)}` is not the language model of {self._name}",
+                f"`architectures: {as_json(architectures)}` is not the language model of {self._name}",
                 f"only {self._family.architecture} is read",
             )
 
@@ -311,31 +479,76 @@ class _ConfigReader:
                 type(config[native_key]) is not int or config[native_key] < 1
             ):
                 raise self._error(
-                    f"`{hf_key}: {_as_json(config[native_key])}` is no size", "write a whole number from 1 up"
+                    f"`{hf_key}: {as_json(config[native_key])}` is no size", "write a whole number from 1 up"
                 )
         config["activation"] = self._activation(self._family.keys["activation"])
         config["kv_heads"] = config.get("kv_heads") or config["heads"]
         config["head_dim"] = config.get("head_dim") or config["hidden"] // config["heads"]
+        if config.get("query_scalar") == config["head_dim"]:
+            config["query_scalar"] = None
         if self._decoder == "gpt2":
             config["ffn"] = config["ffn"] or 4 * config["hidden"]
         else:
-            config["rope"] = self._rope()
-            config["sliding_window"] = self._sliding_window(config["layers"])
+            built_in = HF_FAMILIES[self._decoder]
+            defaults = {**built_in.defaults, **self._family.defaults}
+            row = replace(built_in, rope_base=self._family.rope_base, defaults=defaults)
+            attention = HfAttentionReader(self._config, row, self._where, _UNREAD_HINT)
+            config |= attention.windows(config["layers"])
+            config["rope"] = attention.rope(windowed=config["sliding_window"] is not None)
+            self._read |= attention.read
+            self.key_locations |= attention.key_locations
         if self._family.experts:
             config["moe"] = {}
             for native_key, names in self._family.experts.items():
                 hf_key = next((name for name in names if name in self._config), names[0])
                 config["moe"][native_key] = self._take(hf_key)
                 self.key_locations[("moe", native_key)] = hf_key
+        if self._decoder == "deepseek_v3":
+            self._read_deepseek(config)
         if self._decoder == "qwen3_moe":
             self._read.add("intermediate_size")  # of layers without experts, and `mlp_only_layers` must name none
         return config
 
+    def _read_deepseek(self, config: dict[str, Any]) -> None:
+        """Read latent attention and the shared experts; see that routing is the kind that the family has."""
+        config["mla"] = {}
+        for native_key, hf_key in self._family.latent.items():
+            config["mla"][native_key] = self._take(hf_key)
+            self.key_locations[("mla", native_key)] = hf_key
+        del config["head_dim"]  # filled in from the two parts of a head
+        moe, kinds = config["moe"], {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+        for key, kind in kinds.items():
+            self._read.add(key)
+            if self._config.get(key, kind) != kind:
+                raise self._error(
+                    f"`{key}: {as_json(self._config[key])}` is not how DeepSeek-V3 routes", f"only {kind} is read"
+                )
+        shared = self._take("n_shared_experts") or 0
+        moe |= {"scores": "sigmoid", "score_bias": True, "shared_ffn": shared * moe["ffn"]}
+        if not moe["dense_first"]:
+            config["ffn"] = None  # no layer reads it
+        heads = self._config.get("num_key_value_heads")
+        if heads is not None and heads != config["heads"]:
+            raise self._error(f"`num_key_value_heads: {heads}` is not its {config['heads']} heads", _UNREAD_HINT)
+        # Widths that follow from others, settings of a training, and layers for more than the next token, whose tensors
+        # are left out with a note.
+        self._read.update(("num_key_value_heads", "head_dim", "qk_head_dim", *MTP_KEYS))
+        self._read.update(("aux_loss_alpha", "seq_aux", "ep_size", "auto_map"))
+        if "quantization_config" in self._config:
+            method = (self._config["quantization_config"] or {}).get("quant_method")
+            raise self._error(
+                f"the weights are quantised (`quantization_config.quant_method: {as_json(method)}`)",
+                "read are bf16, fp16 and fp32: convert them first, as fp8_cast_bf16.py of DeepSeek-V3's repository "
+                "does, or name a copy in bf16",
+            )
+
     def check_unread_keys(self) -> None:
-        rest = {key: value for key, value in self._config.items() if key not in self._read | _HARMLESS}
+        rest = {
+            key: value for key, value in self._config.items() if key not in self._read | _HARMLESS | self._family.unread
+        }
         refused = [key for key, value in rest.items() if (value != _ONLY_VALUE[key] if key in _ONLY_VALUE else value)]
         if refused:
-            shown = ", ".join(f"`{key}: {_as_json(rest[key])}`" for key in sorted(refused))
+            shown = ", ".join(f"`{key}: {as_json(rest[key])}`" for key in sorted(refused))
             raise self._error(f"the {self._name} decoder here has nothing for {shown}", _UNREAD_HINT)
 
     def _take(self, key: str) -> Any:
@@ -349,86 +562,32 @@ class _ConfigReader:
     def _activation(self, key: str) -> str:
         name = self._take(key)
         if name not in _ACTIVATIONS:
-            raise self._error(f"`{key}: {_as_json(name)}` is not known", f"known are {', '.join(_ACTIVATIONS)}")
+            raise self._error(f"`{key}: {as_json(name)}` is not known", f"known are {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[name]
-
-    def _rope(self) -> dict[str, Any]:
-        """Both styles: transformers 4 writes `rope_theta` and `rope_scaling`, 5 all of it into `rope_parameters`."""
-        written = [key for key in ("rope_scaling", "rope_parameters") if self._config.get(key)]
-        self._read.update(("rope_scaling", "rope_parameters", "rope_theta"))
-        if len(written) == 2 and self._config["rope_scaling"] != self._config["rope_parameters"]:
-            raise self._error("`rope_scaling` and `rope_parameters` contradict each other", "keep one of them")
-        name = written[0] if written else "rope_scaling"
-        nested = dict(self._config.get(name) or {})
-        bases = {base for base in (self._config.get("rope_theta"), nested.pop("rope_theta", None)) if base is not None}
-        if len(bases) > 1:
-            raise self._error(f"`rope_theta` stands there twice, as {' and '.join(map(str, bases))}", "keep one")
-        legacy = nested.pop("type", None)
-        kind = nested.pop("rope_type", None) or legacy or "default"
-        scaling: dict[str, Any] | None = None
-        if kind in ("linear", "llama3"):
-            scaling = {"kind": kind, "factor": nested.pop("factor", None)}
-            self.key_locations[("rope", "scaling")] = name
-        if kind == "llama3":
-            scaling = (scaling or {}) | {
-                "low_frequency_factor": nested.pop("low_freq_factor", None),
-                "high_frequency_factor": nested.pop("high_freq_factor", None),
-                "original_positions": nested.pop("original_max_position_embeddings", None),
-            }
-        elif kind not in ("default", "linear"):
-            raise self._error(f"`{name}.rope_type: {kind}` is not known", "known are default, linear and llama3")
-        rest = [key for key, value in nested.items() if value is not None and value != _ONLY_VALUE.get(key)]
-        if rest:
-            shown = ", ".join(f"`{name}.{key}: {_as_json(nested[key])}`" for key in rest)
-            raise self._error(f"rotary positions of kind {kind} have nothing for {shown}", _UNREAD_HINT)
-        return {"base": next(iter(bases), self._family.rope_base), "scaling": scaling}
-
-    def _sliding_window(self, layers: int) -> int | None:
-        """One window for all layers or none; a family without the key has none."""
-        if self._decoder in ("mistral", "mixtral"):
-            return self._take("sliding_window")
-        if not self._decoder.startswith("qwen"):
-            return None
-        self._read.update(("use_sliding_window", "sliding_window", "layer_types"))
-        window = self._config.get("sliding_window", 4096) if self._config.get("use_sliding_window") else None
-        kinds = self._config.get("layer_types")
-        if window is None and not kinds:
-            return None
-        if self._decoder == "qwen3_moe":
-            full = 0  # its layers do not ask `max_window_layers`
-        elif kinds:
-            full = sum(kind == "full_attention" for kind in kinds)
-        else:
-            full = min(self._config.get("max_window_layers", 28), layers)
-        if 0 < full < layers or (kinds and not set(kinds) <= {"full_attention", "sliding_attention"}):
-            key = "layer_types" if kinds else "max_window_layers"
-            raise self._error(
-                f"`{key}: {_as_json(self._config.get(key))}` gives some layers another attention than others",
-                "only models with the same attention in every layer are read",
-            )
-        return window if full == 0 else None
 
     def _error(self, what: str, hint: str) -> InputError:
         return InputError(what, where=self._where, hint=hint)
+
+
+def _deepseek_keys(config: ModelConfig, family: HfFamily) -> dict[str, Any]:
+    """Return what only DeepSeek-V3's config has: latent attention, shared experts, the kind of routing."""
+    moe, mla = config.moe, config.mla
+    assert moe is not None, "the family has experts"
+    assert mla is not None, "the family has latent attention"
+    written = {hf_key: getattr(mla, native_key) for native_key, hf_key in family.latent.items()}
+    written |= {"num_key_value_heads": config.heads, "attention_bias": False, **dict.fromkeys(MTP_KEYS[:1], 0)}
+    # Read by no layer where all have experts; transformers takes no null.
+    written["intermediate_size"] = config.ffn or moe.ffn
+    written["n_shared_experts"], rest = divmod(moe.shared_ffn, moe.ffn)
+    if rest or not moe.shared_ffn:
+        raise InputError(
+            f"Hugging Face's {config.family} cannot be told `moe.shared_ffn: {moe.shared_ffn}`",
+            hint=f"write a multiple of the {moe.ffn} of one expert, or keep it native",
+        )
+    return written | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
 def _activation_name(config: ModelConfig) -> str:
     if config.activation == "gelu_tanh":
         return "gelu_new" if family_decoder(config.family) == "gpt2" else "gelu_pytorch_tanh"
     return config.activation
-
-
-def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    scaling = config.rope.scaling if config.rope is not None else None
-    if scaling is None:
-        return None
-    written: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        written["low_freq_factor"] = scaling.low_frequency_factor
-        written["high_freq_factor"] = scaling.high_frequency_factor
-        written["original_max_position_embeddings"] = scaling.original_positions
-    return written
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, default=str)

@@ -71,11 +71,15 @@ class RowMapping:
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor as transformers saves it; `row_mappings` covers its rows, first to last."""
+    """One tensor as transformers saves it; `row_mappings` covers its rows, first to last.
+
+    `buffer` is that of the `Parameter` that it is a part of.
+    """
 
     name: str
     shape: tuple[int, ...]
     row_mappings: tuple[RowMapping, ...]
+    buffer: bool = False
 
 
 def hf_row_mappings(config: ModelConfig, parameter: Parameter) -> tuple[RowMapping, ...]:
@@ -91,6 +95,7 @@ def hf_row_mappings(config: ModelConfig, parameter: Parameter) -> tuple[RowMappi
             hint="choose another family, or keep it native",
         )
     transposed = native_name in names.transposed and ending == "weight"
+    ending = names.endings.get(ending, ending)
     interleaving = row_interleaving(config, native_name, parameter.shape[1 if parameter.expert else 0])
     row_mappings = []
     for expert in range(parameter.shape[0]) if parameter.expert else (None,):
@@ -142,7 +147,7 @@ def _joined_by_name(parameter: Parameter, row_mappings: Iterable[RowMapping]) ->
     columns = parameter.shape[2 if parameter.expert else 1 :]
     for name, of_name in by_name.items():
         shape = (sum(mapping.rows for mapping in of_name), *columns)
-        yield HfTensor(name, shape[::-1] if of_name[0].transposed else shape, tuple(of_name))
+        yield HfTensor(name, shape[::-1] if of_name[0].transposed else shape, tuple(of_name), parameter.buffer)
 
 
 def hf_table_name(config: ModelConfig, table: str) -> str:

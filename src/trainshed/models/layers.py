@@ -82,22 +82,53 @@ class RowParallelLinear(Linear):
 
 
 class Norm(nn.Module):
-    """RMS or layer normalisation over the last dim."""
+    """RMS or layer normalisation over the last dim.
 
-    def __init__(self, width: int, config: ModelConfig, *, kind: str | None = None) -> None:
+    Zero-centered, it multiplies by 1 + weight. The sum would lose the weight's digits in half precision, so all of it
+    is then computed in float32 or better.
+    """
+
+    def __init__(self, width: int, config: ModelConfig, *, kind: str | None = None, eps: float | None = None) -> None:
         super().__init__()
-        self.kind, self.eps = kind or config.norm, config.norm_eps
+        self.kind, self.eps = kind or config.norm, config.norm_eps if eps is None else eps
+        self.zero_centered = config.zero_centered_norms
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if self.kind == "layer" else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise in the input's dtype (reductions in float32 or better)."""
-        weight = self.weight.to(x.dtype)
+        if not self.zero_centered:
+            return self._normalize(x, self.weight.to(x.dtype))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return self._normalize(x.to(wide), 1.0 + self.weight.to(wide)).to(x.dtype)
+
+    def _normalize(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if self.bias is not None:
             return F.layer_norm(x, weight.shape, weight, self.bias.to(x.dtype), self.eps)
         if x.is_cuda or x.dtype not in (torch.float32, torch.float64):
             return F.rms_norm(x, weight.shape, weight, self.eps)
         return _RmsNorm.apply(x, weight, self.eps)
+
+
+class ProjectionNorm(Norm):
+    """RMS normalisation of all heads of a token together, of which each tensor-parallel rank holds some."""
+
+    def __init__(self, width: int, config: ModelConfig, group: AxisGroup) -> None:
+        super().__init__(width // group.size, config, kind="rms")
+        self.whole_width, self.group = width, group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise heads [S, B, heads, D]."""
+        flat = x.flatten(2)
+        if self.group.size == 1:
+            return super().forward(flat).view_as(x)
+        wide = flat.to(torch.promote_types(x.dtype, torch.float32))
+        # Gathered and added, so that backward adds what each rank's heads say about the one sum.
+        total = all_gather(wide.square().sum(-1)[None], self.group).sum(0)
+        inverse = (total / self.whole_width + self.eps).rsqrt()[..., None]
+        weight = self.weight.to(wide.dtype)
+        weight = 1.0 + weight if self.zero_centered else weight
+        return (wide * inverse * weight).to(x.dtype).view_as(x)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -125,11 +156,15 @@ class _RmsNorm(torch.autograd.Function):
 
 def activation_function(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the activation of a feed-forward block."""
-    return {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu}[name]
+    return {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu, "relu2": _relu2}[name]
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
+
+
+def _relu2(x: torch.Tensor) -> torch.Tensor:
+    return F.relu(x).square()
 
 
 def gates_first(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -152,7 +187,9 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, ffn: int, axes: ParallelAxes, *, normed: bool = False) -> None:
         super().__init__()
         self.config, self.axes = config, axes
-        self.norm = nn.Identity() if normed else Norm(config.hidden, config)
+        self.norm = nn.Identity() if normed or config.norm_placement == "post" else Norm(config.hidden, config)
+        has_post_norm = not normed and config.norm_placement != "pre"
+        self.post_norm = Norm(config.hidden, config) if has_post_norm else nn.Identity()
         width = ffn // axes.tp.size
         up = Linear(
             config.hidden, 2 * width if config.gated else width, bias=config.mlp_bias, gate_up_interleaved=config.gated
@@ -166,7 +203,8 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
         """Transform this rank's tokens [s, B, H]; `samples` are for the dropout of adapters."""
         up = self.gate_up if self.config.gated else self.up
-        return self.down(apply_activation(up(all_gather(self.norm(x), self.axes.tp), samples), self.config), samples)
+        hidden = apply_activation(up(all_gather(self.norm(x), self.axes.tp), samples), self.config)
+        return self.post_norm(self.down(hidden, samples))
 
 
 @dataclass

@@ -202,14 +202,15 @@ def add_adapters(stage: DecoderStage, lora: Lora, *, dtype: torch.dtype, added: 
         if added is not None and isinstance(table, Embedding):
             stop = stage.vocab_start + table.weight.shape[0]
             table.added = TrainedRows(added, config.hidden, stage.vocab_start, stop).to(dtype)
-    by_module: dict[str, list[AdaptedProjection]] = {}
-    for adapted in adapted_projections(config, lora):
-        by_module.setdefault(adapted.module, []).append(adapted)
     with torch.device("cpu"):  # even while parameters are made on the meta device
         positions = context_parallel_positions(spec.sequence_length, axes.cp.size, axes.cp.rank).to(spec.device)
+        whole_sequence = torch.arange(spec.sequence_length).to(spec.device)
     for number in spec.layers:
         block = stage.layers[str(number)]
         assert isinstance(block, DecoderLayer)
+        by_module: dict[str, list[AdaptedProjection]] = {}
+        for adapted in adapted_projections(config, lora, number):
+            by_module.setdefault(adapted.module, []).append(adapted)
         block.cheap_products = frozenset(lora.rank * len(projections) for projections in by_module.values())
         for name, projections in by_module.items():
             module = block.get_submodule(name)
@@ -234,7 +235,12 @@ def add_adapters(stage: DecoderStage, lora: Lora, *, dtype: torch.dtype, added: 
                 )
                 for projection in projections
             }
-            module.lora = LoraAdapters(weights, rows, lora, dropout, positions, columns).to(dtype)
+            seen = positions
+            if projections[0].replicated:
+                seen = stage.local_columns  # what every tp rank holds whole sees the rank's own tokens alone
+            elif name == "attention.kv_up":
+                seen = whole_sequence  # the latents of all cp ranks
+            module.lora = LoraAdapters(weights, rows, lora, dropout, seen, columns).to(dtype)
 
 
 @contextmanager
@@ -270,9 +276,11 @@ def _fused_rows(
         head = config.head_dim
         runs = {"q_proj": config.heads // config.kv_heads * head, "k_proj": head, "v_proj": head}
         return FusedRows(runs, config.kv_heads // axes.tp.size)
-    if first.row_parallel:
+    if first.row_parallel or first.replicated:
         return FusedRows({first.projection: first.outputs})
     width = first.outputs // axes.tp.size
+    if module.startswith("attention."):
+        return FusedRows({first.projection: width})
     return FusedRows({"gate_proj": width, "up_proj": width} if config.gated else {"up_proj": width})
 
 

@@ -69,6 +69,8 @@ class VocabularyShard:
     group: AxisGroup = SINGLE_RANK
     start: int = 0
     trained_start: int = 0
+    soft_cap: float | None = None
+    """Logits x are cap · tanh(x / cap); None: as they are."""
 
 
 def _chunk_loss(
@@ -80,6 +82,7 @@ def _chunk_loss(
     vocab_start: int,
     rows: int,
     with_gradient: bool,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return (cross-entropy [C], z sum, gradient of the logits) of a chunk, weighted by token.
 
@@ -87,6 +90,12 @@ def _chunk_loss(
     compiler, each pass over a new tensor of their size costs time.
     """
     scores = logits.to(token_weights.dtype)
+    cap_slope: torch.Tensor | None = None
+    if soft_cap is not None:
+        bounded = torch.tanh(scores / soft_cap)
+        cap_slope = 1.0 - bounded.square()
+        # Rows that only fill up the vocabulary stay at minus infinity.
+        scores = torch.where(torch.isneginf(scores), scores, soft_cap * bounded)
     max_logit = all_reduce_max(scores.amax(-1), group)
     on_this_rank = (labels >= vocab_start) & (labels < vocab_start + rows)
     column = torch.where(on_this_rank, labels - vocab_start, 0)[:, None]
@@ -101,6 +110,8 @@ def _chunk_loss(
     slope = token_weights * (1.0 + 2.0 * z_loss * log_total) / total
     label_weight = torch.where(on_this_rank, token_weights, 0.0)
     gradient = _scale_and_subtract(exp_logits, slope[:, None], column, label_weight[:, None])
+    if cap_slope is not None:
+        gradient = gradient * cap_slope
     return entropy, z, gradient.to(logits.dtype)
 
 
@@ -225,6 +236,7 @@ def cross_entropy_pass(
             vocabulary.start,
             rows,
             with_gradient,
+            vocabulary.soft_cap,
         )
         z = z + chunk_z
         if gradient is None:
@@ -304,6 +316,7 @@ def linear_cross_entropy(
     trained_rows: torch.Tensor | None = None,
     trained_start: int = 0,
     source_losses: SourceLosses | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (loss, the z-loss part of it) of hidden states [T, H] against labels [T].
 
@@ -313,11 +326,12 @@ def linear_cross_entropy(
 
     `trained_rows` [n, H] are used in place of the rows of `weight` from `trained_start` on; `weight` is frozen then.
     `source_losses` are given the loss of each token, without the z-loss.
+    With a `soft_cap` logits x are cap · tanh(x / cap).
     """
     if vocab_size is None:
         if group.size > 1:
             raise ValueError("ranks that share a vocabulary need to be told its size")
         vocab_size = weight.shape[0]
-    vocabulary = VocabularyShard(vocab_size, group, vocab_start, trained_start)
+    vocabulary = VocabularyShard(vocab_size, group, vocab_start, trained_start, soft_cap)
     loss, z = _LinearCrossEntropy.apply(hidden, weight, trained_rows, labels, scale, z_loss, vocabulary, source_losses)
     return loss, z.detach()

@@ -1,5 +1,10 @@
 """A mixture of experts: top-k routing, nothing dropped, experts spread over ep ranks and cut over etp ranks.
 
+Scores are a softmax over the experts, or a sigmoid of each (DeepSeek-V3). With a `score_bias` experts are chosen by
+score plus bias and weighted by the score alone. The bias has no gradient: after each step it moves a little, up for
+experts with less than the mean load of the global batch and down for those with more (Wang et al. 2024). With `groups`
+a token visits only the experts of its best groups, which are the groups whose two best experts have the highest sum.
+
 Shapes: s tokens of this rank, B sequences, T = s · B tokens, H hidden, F inner width, E experts (e on this rank), K
 experts per token. Expert-parallel ranks hold different tokens (within tp because of sequence parallel), so tokens are
 sent to their experts and back by all_to_all. Rows are moved by permutations, so gradients always add in one order.
@@ -16,6 +21,7 @@ from torch import nn
 from trainshed.models.collectives import ParallelAxes, all_gather, all_reduce, all_to_all, reduce_scatter
 from trainshed.models.layers import MLP, Linear, Norm, apply_activation, gates_first
 from trainshed.recipe import ModelConfig
+from trainshed.recipe.model import Moe
 
 if TYPE_CHECKING:
     from trainshed.models.lora import ExpertAdapters
@@ -65,6 +71,29 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, groups: GroupSizes) ->
     return torch.cat([F.linear(part, weight[i]) for i, part in enumerate(x.split(groups))])
 
 
+class Router(Linear):
+    """The router's weight, and the bias that its choice has besides."""
+
+    score_bias: torch.Tensor | None
+
+    def __init__(self, config: ModelConfig, moe: Moe) -> None:
+        super().__init__(config.hidden, moe.experts, bias=False)
+        self.register_buffer("score_bias", torch.zeros(moe.experts) if moe.score_bias else None)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Keep the bias in float32 or better: bf16 has no number between 0.5 and 0.5 + 2 · 0.001."""
+        before = self.score_bias
+        module = super()._apply(fn, recurse)
+        if before is not None and self.score_bias is not None and self.score_bias.dtype.itemsize < 4:
+            self.score_bias = before.to(self.score_bias.device)
+        return module
+
+
+def update_score_bias(bias: torch.Tensor, load: torch.Tensor, rate: float | torch.Tensor) -> None:
+    """Move the bias [E] of each expert's score towards even load; `load` [E] is that of the whole batch."""
+    bias += rate * torch.sign(load.mean() - load).to(bias.dtype)
+
+
 class MoE(nn.Module):
     """A norm, a router and its experts, instead of the feed-forward block."""
 
@@ -74,7 +103,7 @@ class MoE(nn.Module):
         self.config, self.moe, self.axes = config, config.moe, axes
         self.balance_loss, self.z_loss = balance_loss, z_loss
         self.norm = Norm(config.hidden, config)
-        self.router = Linear(config.hidden, config.moe.experts, bias=False)
+        self.router = Router(config, config.moe)
         self.experts = GroupedExperts(config, axes)
         if config.moe.shared_ffn:
             self.shared = MLP(config, config.moe.shared_ffn, axes, normed=True)
@@ -85,18 +114,21 @@ class MoE(nn.Module):
         """Transform tokens [s, B, H]; `sequence_scale` is 1 / sequences of the global batch.
 
         `samples` are the run's sample numbers [B], for the dropout of the shared expert's adapters.
-        Returns the output and this rank's part of the `ROUTER_LOSS_TERMS`, already weighted and scaled.
+        Returns the output and the router's figures: this rank's part of the `ROUTER_LOSS_TERMS`, already weighted and
+        scaled, and where choices have a bias, how many of this rank's tokens chose each expert [E].
         """
         x = self.norm(x)
         tokens = x.flatten(0, 1)
         # The router computes in float32 or better, whatever the dtype of the activations.
         router_dtype = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(tokens.to(router_dtype), self.router.weight.to(x.dtype).to(router_dtype))
-        probabilities = logits.softmax(-1)
-        weights, expert_ids = probabilities.topk(self.moe.top_k, dim=-1)
-        if self.moe.normalize_top_k:
-            weights = weights / weights.sum(-1, keepdim=True)
-        losses = self._losses(logits, probabilities, expert_ids, x.shape[:2], sequence_scale)
+        scores = logits.softmax(-1) if self.moe.scores == "softmax" else logits.sigmoid()
+        weights, expert_ids = self._choose(scores)
+        figures = self._losses(logits, scores, expert_ids, x.shape[:2], sequence_scale)
+        if self.moe.score_bias:
+            chosen = torch.ones_like(expert_ids, dtype=figures.dtype).flatten()
+            load = figures.new_zeros(self.moe.experts).scatter_add_(0, expert_ids.flatten(), chosen)
+            figures = torch.cat([figures, load])
         group = self.axes.etp
         out = self._dispatch_and_combine(
             all_gather(tokens, group), all_gather(weights, group), all_gather(expert_ids, group)
@@ -104,7 +136,27 @@ class MoE(nn.Module):
         out = reduce_scatter(out, group).view_as(x)
         if self.moe.shared_ffn:
             out = out + self.shared(x, samples)
-        return out, losses
+        return out, figures
+
+    def _choose(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights and the numbers of each token's experts, [T, K] each; scores are [T, E]."""
+        moe, bias = self.moe, self.router.score_bias
+        if bias is None and moe.groups == 1:
+            weights, expert_ids = scores.topk(moe.top_k, dim=-1)
+        else:
+            choice = scores.detach() if bias is None else scores.detach() + bias.to(scores.dtype)
+            if moe.groups > 1:
+                grouped = choice.unflatten(1, (moe.groups, -1))
+                group_scores = grouped.topk(2, dim=-1).values.sum(-1)
+                best = group_scores.topk(moe.top_groups, dim=-1).indices
+                left_out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
+                choice = grouped.masked_fill(left_out[..., None], float("-inf")).flatten(1)
+            expert_ids = choice.topk(moe.top_k, dim=-1).indices
+            weights = scores.gather(1, expert_ids)
+        if moe.normalize_top_k:
+            # Sigmoids of a token's experts may all be 0 in the dtype of the scores.
+            weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if moe.scores == "sigmoid" else 0.0))
+        return (weights if moe.scale == 1.0 else weights * moe.scale), expert_ids
 
     def _dispatch_and_combine(
         self, tokens: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor
@@ -136,7 +188,7 @@ class MoE(nn.Module):
     def _losses(
         self,
         logits: torch.Tensor,
-        probabilities: torch.Tensor,
+        scores: torch.Tensor,
         expert_ids: torch.Tensor,
         shape: torch.Size,
         sequence_scale: torch.Tensor | None,
@@ -151,7 +203,9 @@ class MoE(nn.Module):
             logits.new_zeros(length * batch, experts).scatter_(1, expert_ids, 1.0).view(length, batch, experts).sum(0)
         )
         load = all_reduce(load, self.axes.sequence) / (whole * self.moe.top_k)  # [B, E], the same on all parts
-        share = probabilities.view(length, batch, experts).sum(0) / whole
+        if self.moe.scores == "sigmoid":
+            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        share = scores.view(length, batch, experts).sum(0) / whole
         balance = self.balance_loss * experts * (load * share).sum() * sequence_scale
         z = self.z_loss * logits.logsumexp(-1).square().sum() / whole * sequence_scale
         return torch.stack([balance, z])

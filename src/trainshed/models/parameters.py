@@ -5,7 +5,9 @@ fresh weights. Rows are ordered so that every split is a plain cut:
 
 - `qkv`: for each key/value group its query heads, its key head, its value head (Megatron's order);
 - `gate_up`: rows alternate, gate 0, up 0, gate 1, up 1, …;
-- `experts.*`: all experts of a layer stacked on dim 0.
+- `experts.*`: all experts of a layer stacked on dim 0;
+- latent attention (`mla`): `q_up` and `kv_up` head by head, of a head first what has no position, then its rotary part
+  (`q_up`) or its value (`kv_up`); `kv_down` first what keys and values are computed from, then the shared rotary key.
 
 Adapters (LoRA) are tensors of their own, one pair for each of Hugging Face's projections, below the module that holds
 the projection: `attention.qkv.lora.q_proj.a` [rank, in] and `.b` [out, rank]. The rows of `b` are in Hugging Face's
@@ -22,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainshed.recipe import Lora, ModelConfig
+from trainshed.recipe.model import Mla
 from trainshed.recipe.train import LoraProjection
 
 InitScheme = Literal["normal", "output", "ones", "zeros", "kaiming_uniform", "row_norms", "base_rows"]
@@ -46,6 +49,8 @@ class Parameter:
     init: InitScheme
     layer: int | None = None
     expert: bool = False
+    buffer: bool = False
+    """State that no gradient trains: it is not counted as a weight, and stays in fp32 wherever weights have less."""
 
     @property
     def size(self) -> int:
@@ -75,32 +80,66 @@ def parameters(config: ModelConfig) -> Iterator[Parameter]:
 
 def layer_parameters(config: ModelConfig, layer: int) -> Iterator[Parameter]:
     """Yield the tensors of one layer."""
-    prefix, hidden, head_dim = f"layers.{layer}", config.hidden, config.head_dim
-    yield from _norm_parameters(config, f"{prefix}.attention.norm", layer)
-    rows = (config.heads + 2 * config.kv_heads) * head_dim
-    yield Parameter(f"{prefix}.attention.qkv.weight", (rows, hidden), 0, "normal", layer)
-    if config.qkv_bias:
-        yield Parameter(f"{prefix}.attention.qkv.bias", (rows,), 0, "zeros", layer)
-    if config.qk_norm:
-        yield Parameter(f"{prefix}.attention.query_norm.weight", (head_dim,), None, "ones", layer)
-        yield Parameter(f"{prefix}.attention.key_norm.weight", (head_dim,), None, "ones", layer)
-    yield Parameter(f"{prefix}.attention.out.weight", (hidden, config.heads * head_dim), 1, "output", layer)
-    if config.output_bias:
-        yield Parameter(f"{prefix}.attention.out.bias", (hidden,), None, "zeros", layer)
-    yield from _norm_parameters(config, f"{prefix}.mlp.norm", layer)
-    if config.moe is None:
+    prefix, hidden = f"layers.{layer}", config.hidden
+    if config.norm_placement != "post":
+        yield from _norm_parameters(config, f"{prefix}.attention.norm", layer)
+    yield from _attention_parameters(config, f"{prefix}.attention", layer)
+    if config.norm_placement != "pre":
+        yield from _norm_parameters(config, f"{prefix}.attention.post_norm", layer)
+    if config.norm_placement != "post":
+        yield from _norm_parameters(config, f"{prefix}.mlp.norm", layer)
+    if not config.has_experts(layer):
         assert config.ffn is not None, "the schema asks for it wherever there are no experts"
         yield from _mlp_parameters(config, f"{prefix}.mlp", config.ffn, layer)
+        if config.norm_placement != "pre":
+            yield from _norm_parameters(config, f"{prefix}.mlp.post_norm", layer)
         return
     moe = config.moe
+    assert moe is not None, "a layer with experts"
     up = 2 * moe.ffn if config.gated else moe.ffn
     yield Parameter(f"{prefix}.mlp.router.weight", (moe.experts, hidden), None, "normal", layer)
+    if moe.score_bias:
+        yield Parameter(f"{prefix}.mlp.router.score_bias", (moe.experts,), None, "zeros", layer, buffer=True)
     yield Parameter(
         f"{prefix}.mlp.experts.{up_projection_name(config)}", (moe.experts, up, hidden), 1, "normal", layer, True
     )
     yield Parameter(f"{prefix}.mlp.experts.down", (moe.experts, hidden, moe.ffn), 2, "output", layer, True)
     if moe.shared_ffn:
         yield from _mlp_parameters(config, f"{prefix}.mlp.shared", moe.shared_ffn, layer)
+
+
+def _attention_parameters(config: ModelConfig, prefix: str, layer: int) -> Iterator[Parameter]:
+    hidden, head_dim = config.hidden, config.head_dim
+    if config.mla is not None:
+        yield from _latent_parameters(config, config.mla, prefix, layer)
+        return
+    rows = (config.heads + 2 * config.kv_heads) * head_dim
+    yield Parameter(f"{prefix}.qkv.weight", (rows, hidden), 0, "normal", layer)
+    if config.qkv_bias:
+        yield Parameter(f"{prefix}.qkv.bias", (rows,), 0, "zeros", layer)
+    if config.qk_norm:
+        whole = config.qk_norm_span == "projection"
+        for name, heads in (("query", config.heads), ("key", config.kv_heads)):
+            shape, tp_dim = ((heads * head_dim,), 0) if whole else ((head_dim,), None)
+            yield Parameter(f"{prefix}.{name}_norm.weight", shape, tp_dim, _norm_init(config), layer)
+    yield Parameter(f"{prefix}.out.weight", (hidden, config.heads * head_dim), 1, "output", layer)
+    if config.output_bias:
+        yield Parameter(f"{prefix}.out.bias", (hidden,), None, "zeros", layer)
+
+
+def _latent_parameters(config: ModelConfig, mla: Mla, prefix: str, layer: int) -> Iterator[Parameter]:
+    queries, inputs = config.heads * config.head_dim, config.hidden
+    if mla.query_rank is None:
+        yield Parameter(f"{prefix}.q.weight", (queries, inputs), 0, "normal", layer)
+    else:
+        yield Parameter(f"{prefix}.q_down.weight", (mla.query_rank, inputs), None, "normal", layer)
+        yield Parameter(f"{prefix}.q_norm.weight", (mla.query_rank,), None, "ones", layer)
+        yield Parameter(f"{prefix}.q_up.weight", (queries, mla.query_rank), 0, "normal", layer)
+    yield Parameter(f"{prefix}.kv_down.weight", (mla.kv_rank + mla.rope_dim, inputs), None, "normal", layer)
+    yield Parameter(f"{prefix}.kv_norm.weight", (mla.kv_rank,), None, "ones", layer)
+    rows = config.heads * (mla.nope_dim + mla.value_dim)
+    yield Parameter(f"{prefix}.kv_up.weight", (rows, mla.kv_rank), 0, "normal", layer)
+    yield Parameter(f"{prefix}.out.weight", (inputs, config.heads * mla.value_dim), 1, "output", layer)
 
 
 def up_projection_name(config: ModelConfig) -> str:
@@ -110,11 +149,15 @@ def up_projection_name(config: ModelConfig) -> str:
 
 def parameter_count(config: ModelConfig) -> int:
     """Return the number of weights, tied ones counted once."""
-    return sum(parameter.size for parameter in parameters(config))
+    return sum(parameter.size for parameter in parameters(config) if not parameter.buffer)
+
+
+def _norm_init(config: ModelConfig) -> InitScheme:
+    return "zeros" if config.zero_centered_norms else "ones"
 
 
 def _norm_parameters(config: ModelConfig, name: str, layer: int | None) -> Iterator[Parameter]:
-    yield Parameter(f"{name}.weight", (config.hidden,), None, "ones", layer)
+    yield Parameter(f"{name}.weight", (config.hidden,), None, _norm_init(config), layer)
     if config.norm == "layer":
         yield Parameter(f"{name}.bias", (config.hidden,), None, "zeros", layer)
 
@@ -134,7 +177,8 @@ class AdaptedProjection:
     """One projection of a layer that has an adapter: two factors, and DoRA's magnitude.
 
     `module` is the name, within the layer, of the module that holds the projection. `experts` is how many of them are
-    stacked; None outside of experts. A `row_parallel` projection is cut over its inputs, others over their outputs.
+    stacked; None outside of experts. A `row_parallel` projection is cut over its inputs, a `replicated` one is whole on
+    every tp rank, others are cut over their outputs.
     """
 
     module: str
@@ -143,6 +187,7 @@ class AdaptedProjection:
     outputs: int
     row_parallel: bool
     experts: int | None = None
+    replicated: bool = False
 
     def parameters(self, lora: Lora, layer: int) -> Iterator[Parameter]:
         """Yield the tensors of one layer; what is not cut over tp is whole on every rank."""
@@ -151,16 +196,16 @@ class AdaptedProjection:
         dims, expert = len(stacked), self.experts is not None
         a, b = (*stacked, lora.rank, self.inputs), (*stacked, self.outputs, lora.rank)
         yield Parameter(f"{prefix}.a", a, dims + 1 if self.row_parallel else None, "kaiming_uniform", layer, expert)
-        cut_outputs = None if self.row_parallel else dims
+        cut_outputs = None if self.row_parallel or self.replicated else dims
         yield Parameter(f"{prefix}.b", b, cut_outputs, "zeros", layer, expert)
         if lora.dora:
             magnitude = (*stacked, self.outputs)
             yield Parameter(f"{prefix}.magnitude", magnitude, cut_outputs, "row_norms", layer, expert)
 
 
-def adapted_projections(config: ModelConfig, lora: Lora) -> tuple[AdaptedProjection, ...]:
-    """Return the adapters that each layer of a model gets, in the order of the model."""
-    return tuple(adapter for adapter in all_projections(config) if _target(adapter) in lora.projections)
+def adapted_projections(config: ModelConfig, lora: Lora, layer: int) -> tuple[AdaptedProjection, ...]:
+    """Return the adapters that a layer of a model gets, in the order of the model."""
+    return tuple(adapter for adapter in all_projections(config, layer) if _target(adapter) in lora.projections)
 
 
 @dataclass(frozen=True)
@@ -203,9 +248,8 @@ def lora_parameters(config: ModelConfig, lora: Lora, added: AddedRows | None = N
     """Yield every tensor of a model's adapters, first to last, and the rows of added tokens, whole on every rank."""
     if added is not None:
         yield Parameter("embedding.added.weight", (added.count, config.hidden), None, "base_rows")
-    adapters = adapted_projections(config, lora)
     for layer in range(config.layers):
-        for adapter in adapters:
+        for adapter in adapted_projections(config, lora, layer):
             yield from adapter.parameters(lora, layer)
     if added is not None and not config.tied_embeddings:
         yield Parameter("head.added.weight", (added.count, config.hidden), None, "base_rows")
@@ -229,21 +273,36 @@ def _target(adapter: AdaptedProjection) -> LoraProjection:
     return "experts" if adapter.experts is not None else adapter.projection
 
 
-def all_projections(config: ModelConfig) -> Iterator[AdaptedProjection]:
+def all_projections(config: ModelConfig, layer: int) -> Iterator[AdaptedProjection]:
     """Yield every projection of a layer as one with an adapter; the router has none."""
-    hidden, queries, keys = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
-    yield AdaptedProjection("attention.qkv", "q_proj", hidden, queries, False)
-    yield AdaptedProjection("attention.qkv", "k_proj", hidden, keys, False)
-    yield AdaptedProjection("attention.qkv", "v_proj", hidden, keys, False)
-    yield AdaptedProjection("attention.out", "o_proj", queries, hidden, True)
-    if config.moe is None:
+    yield from _attention_projections(config)
+    if not config.has_experts(layer):
         assert config.ffn is not None, "the schema asks for it wherever there are no experts"
         yield from _mlp_adapters(config, "mlp", config.ffn)
         return
+    assert config.moe is not None, "a layer with experts"
     for adapter in _mlp_adapters(config, "mlp.experts", config.moe.ffn):
         yield replace(adapter, module="mlp.experts", experts=config.moe.experts)
     if config.moe.shared_ffn:
         yield from _mlp_adapters(config, "mlp.shared", config.moe.shared_ffn)
+
+
+def _attention_projections(config: ModelConfig) -> Iterator[AdaptedProjection]:
+    hidden, queries, keys = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    if (mla := config.mla) is None:
+        yield AdaptedProjection("attention.qkv", "q_proj", hidden, queries, False)
+        yield AdaptedProjection("attention.qkv", "k_proj", hidden, keys, False)
+        yield AdaptedProjection("attention.qkv", "v_proj", hidden, keys, False)
+    else:
+        if mla.query_rank is None:
+            yield AdaptedProjection("attention.q", "q_proj", hidden, queries, False)
+        else:
+            yield AdaptedProjection("attention.q_down", "q_a_proj", hidden, mla.query_rank, False, replicated=True)
+            yield AdaptedProjection("attention.q_up", "q_b_proj", mla.query_rank, queries, False)
+        compressed, rows = mla.kv_rank + mla.rope_dim, config.heads * (mla.nope_dim + mla.value_dim)
+        yield AdaptedProjection("attention.kv_down", "kv_a_proj_with_mqa", hidden, compressed, False, replicated=True)
+        yield AdaptedProjection("attention.kv_up", "kv_b_proj", mla.kv_rank, rows, False)
+    yield AdaptedProjection("attention.out", "o_proj", config.heads * config.value_dim, hidden, True)
 
 
 def _mlp_adapters(config: ModelConfig, prefix: str, ffn: int) -> Iterator[AdaptedProjection]:

@@ -84,6 +84,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         vocab_size: int,
         trained_start: int,
         source_losses: cross_entropy.SourceLosses | None,
+        soft_cap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         wants_grad = any(ctx.needs_input_grad)
@@ -103,7 +104,8 @@ class _LinearTokenLoss(torch.autograd.Function):
             counted = label != IGNORE_INDEX
             share = counted.to(wide) * scale.to(wide)
             with torch.set_grad_enabled(wants_grad):
-                logits = VocabularyLogits(values, group, vocab_start, vocab_size)
+                capped = values if soft_cap is None else soft_cap * torch.tanh(values / soft_cap)
+                logits = VocabularyLogits(capped, group, vocab_start, vocab_size)
                 known = torch.where(counted, label, 0)
                 token_losses = rule.loss(logits, known) * share
                 slice_loss = token_losses.sum()
@@ -131,7 +133,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         factor = grads[0]
         scaled = None if grad_weight is None else grad_weight * factor.to(grad_weight.dtype)
         placed = cross_entropy.place_row_gradients(ctx, (grad_hidden * factor.to(grad_hidden.dtype), scaled))
-        return *placed, *(None,) * 8
+        return *placed, *(None,) * 9
 
 
 def linear_token_loss(
@@ -147,14 +149,16 @@ def linear_token_loss(
     trained_rows: torch.Tensor | None = None,
     trained_start: int = 0,
     source_losses: cross_entropy.SourceLosses | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (loss, the extra part of it) of hidden states [T, H] against labels [T], as `linear_cross_entropy` does.
 
     `weight` [V, H] is this rank's part of the vocabulary, from `vocab_start` on. The result is the same on all ranks of
-    the group, the gradient of `hidden` this rank's part of a sum. `trained_rows` and `source_losses` are those of
-    `linear_cross_entropy`.
+    the group, the gradient of `hidden` this rank's part of a sum. `trained_rows`, `source_losses` and `soft_cap` are
+    those of `linear_cross_entropy`.
     """
+    where = (group, vocab_start, vocab_size, trained_start)
     total, extra = _LinearTokenLoss.apply(
-        hidden, weight, trained_rows, labels, scale, rule, group, vocab_start, vocab_size, trained_start, source_losses
+        hidden, weight, trained_rows, labels, scale, rule, *where, source_losses, soft_cap
     )
     return total, extra.detach()

@@ -99,16 +99,18 @@ def token_flops(
     """Count the FLOPs of one token, on average over a sequence; `document_length` is that of `attended_length`."""
     parts = {"attention": 0, "router": 0, "mlp": 0}
     experts = 0
-    for parameter in layer_parameters(config, 0):
-        if len(parameter.shape) == 1:
-            continue
-        used = parameter.size
-        if parameter.expert:
-            assert config.moe is not None, "only experts have expert tensors"
-            used = parameter.size // config.moe.experts * config.moe.top_k
-            experts += 2 * used * config.layers
-        block, part = parameter.name.split(".")[2:4]
-        parts["router" if part == "router" else block] += 2 * used * config.layers
+    dense_first = 0 if config.moe is None else config.moe.dense_first
+    for layer, count in ((0, dense_first), (config.layers - 1, config.layers - dense_first)):
+        for parameter in layer_parameters(config, layer) if count else ():
+            if len(parameter.shape) == 1:
+                continue
+            used = parameter.size
+            if parameter.expert:
+                assert config.moe is not None, "only experts have expert tensors"
+                used = parameter.size // config.moe.experts * config.moe.top_k
+                experts += 2 * used * count
+            block, part = parameter.name.split(".")[2:4]
+            parts["router" if part == "router" else block] += 2 * used * count
     return TokenFlops(
         projections=parts["attention"],
         attention=attention_flops(config, attended_length(sequence_length, document_length), causal=causal),
@@ -162,12 +164,15 @@ def attention_flops(config: ModelConfig, sequence_length: float, *, causal: bool
     work that must be done. Without, every token attends to the whole sequence, as many papers and frameworks count.
     """
     keys = mean_keys(config, sequence_length) if causal else sequence_length
-    return config.layers * 4 * config.heads * config.head_dim * keys
+    return config.layers * 2 * config.heads * (config.head_dim + config.value_dim) * keys
 
 
 def mean_keys(config: ModelConfig, sequence_length: float) -> float:
-    """Return how many keys a token attends to, on average over a sequence with causal attention."""
-    return causal_keys(config.sliding_window, sequence_length)
+    """Return how many keys a token attends to, on average over layers and a sequence with causal attention."""
+    if config.attention_pattern is None:
+        return causal_keys(config.sliding_window, sequence_length)
+    windows = [config.layer_window(layer) for layer in range(config.layers)]
+    return sum(causal_keys(window, sequence_length) for window in windows) / config.layers
 
 
 def causal_keys(window: int | None, sequence_length: float) -> float:

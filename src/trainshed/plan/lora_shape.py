@@ -20,7 +20,7 @@ which is too little to count, in nf4 with one for each block."""
 DOUBLE_QUANTIZED_NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """The same in torchtune and PEFT: a scale of 8 bits for 64 weights, and an fp32 scale for 256 of those (double
 quantization, Dettmers et al. 2023)."""
-_QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj")
+_READS_ATTENTION_INPUT = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
 _UP = ("gate_proj", "up_proj")
 
 
@@ -74,7 +74,7 @@ class LoraShape:
     @property
     def adapts_attention_input(self) -> bool:
         """Whether an adapter reads what queries, keys and values are computed from."""
-        return any(projection in self.projections for projection in _QUERIES_KEYS_VALUES)
+        return any(projection in self.projections for projection in _READS_ATTENTION_INPUT)
 
     @property
     def adapts_mlp_input(self) -> bool:
@@ -176,6 +176,10 @@ def _attention_projections(model: ModelShape) -> Iterator[WeightMatrix]:
         yield WeightMatrix("q_proj", model.hidden, model.heads * model.head_dim, "out")
         yield WeightMatrix("k_proj", model.hidden, model.kv_heads * model.head_dim, "out")
         yield WeightMatrix("v_proj", model.hidden, model.kv_heads * model.value_dim, "out")
+    else:
+        names = {"q": "q_proj", "q_down": "q_a_proj", "q_up": "q_b_proj"}
+        names |= {"kv_down": "kv_a_proj_with_mqa", "kv_up": "kv_b_proj"}
+        yield from (replace(one, name=names[one.name]) for one in model.attention_matrices if one.name in names)
     yield WeightMatrix("o_proj", model.heads * model.value_dim, model.hidden, "in")
 
 

@@ -1,7 +1,7 @@
 """The shape of a model as the planner needs it: the weight matrices of each layer, and what a token costs in them.
 
-A `ModelConfig` is what our own engine can train. Published measurements are also of models it cannot train (latent
-attention, dense first layers, every second layer windowed), so the planner's arithmetic uses this wider description.
+A `ModelConfig` is what our own engine can train. Published measurements are also of models it cannot train (experts in
+every second layer, every second layer windowed), so the planner's arithmetic uses this wider description.
 `model_shape` turns a `ModelConfig` into a `ModelShape`; a test checks that both count the same weights and FLOPs.
 """
 
@@ -104,10 +104,14 @@ class ModelShape:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    """Queries and keys are normalised over all heads together, by weights that are split as the heads are."""
+    norms_per_layer: int = 2
+    """2, or 4 where blocks have a norm before and after them."""
     window: int | None = None
     """How many tokens back the layers with a sliding window look."""
-    windowed_every: int = 1
-    """Every so many layers one has a sliding window."""
+    window_pattern: tuple[bool, ...] = (True,)
+    """Which layers have a sliding window, from the first on and repeated."""
     experts: ExpertShape | None = None
     dense_first: int = 0
     """Number of first layers without experts in a model that has experts."""
@@ -175,7 +179,7 @@ class ModelShape:
 
     def is_windowed(self, layer: int) -> bool:
         """Whether a layer has a sliding window."""
-        return self.window is not None and layer % self.windowed_every == 0
+        return self.window is not None and self.window_pattern[layer % len(self.window_pattern)]
 
     @cached_property
     def _one_kind(self) -> LayerKind | None:
@@ -201,7 +205,13 @@ class ModelShape:
     def layer_vectors(self) -> int:
         """Elements of the norms of a layer, which every tensor-parallel rank holds whole."""
         latent = self.latent.query_rank + self.latent.value_rank if self.latent else 0
-        return 2 * self.norm_vectors * self.hidden + (2 * self.head_dim if self.qk_norm else 0) + latent
+        heads = 2 * self.head_dim if self.qk_norm and not self.qk_norm_whole else 0
+        return self.norms_per_layer * self.norm_vectors * self.hidden + heads + latent
+
+    @property
+    def _split_vectors(self) -> int:
+        """Elements of a layer's vectors that are divided among tensor-parallel ranks as heads are."""
+        return (self.heads + self.kv_heads) * self.head_dim if self.qk_norm and self.qk_norm_whole else 0
 
     @property
     def head_weights(self) -> int:
@@ -213,7 +223,8 @@ class ModelShape:
         """Number of weights in every part that a layer can have."""
         attention, experts = self.attention_matrices, self.experts or ExpertShape(0, 0, 0)
         return LayerWeights(
-            attention_split=_count_weights(matrix for matrix in attention if matrix.tp_split != "none"),
+            attention_split=_count_weights(matrix for matrix in attention if matrix.tp_split != "none")
+            + self._split_vectors,
             attention_replicated=_count_weights(matrix for matrix in attention if matrix.tp_split == "none"),
             mlp=_count_weights(self.mlp_matrices(self.ffn)),
             router=experts.count * self.hidden,
@@ -280,7 +291,7 @@ def _count_elements(matrices: Iterable[WeightMatrix]) -> int:
 
 def model_shape(config: ModelConfig, name: str = "") -> ModelShape:
     """Describe a model that our engine can train."""
-    moe = config.moe
+    moe, mla = config.moe, config.mla
     return ModelShape(
         name=name or config.family,
         layers=config.layers,
@@ -288,7 +299,7 @@ def model_shape(config: ModelConfig, name: str = "") -> ModelShape:
         heads=config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        value_dim=config.head_dim,
+        value_dim=config.value_dim,
         ffn=config.ffn or 0,
         vocab_size=config.vocab_size,
         gated=config.gated,
@@ -299,6 +310,11 @@ def model_shape(config: ModelConfig, name: str = "") -> ModelShape:
         output_bias=config.output_bias,
         mlp_bias=config.mlp_bias,
         qk_norm=config.qk_norm,
+        qk_norm_whole=config.qk_norm_span == "projection",
+        norms_per_layer=4 if config.norm_placement == "both" else 2,
         window=config.sliding_window,
+        window_pattern=tuple(kind == "window" for kind in config.attention_pattern or ("window",)),
         experts=None if moe is None else ExpertShape(moe.experts, moe.top_k, moe.ffn, moe.shared_ffn),
+        dense_first=0 if moe is None else moe.dense_first,
+        latent=None if mla is None else LatentAttention(mla.query_rank or 0, mla.kv_rank, mla.rope_dim),
     )

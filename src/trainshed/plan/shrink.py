@@ -24,6 +24,7 @@ from trainshed.recipe import ModelConfig
 
 # Small enough for a CPU to step in milliseconds, large enough that no rank's part is a single row.
 _HIDDEN, _HEAD_DIM, _FFN, _EXPERT_FFN, _VOCABULARY, _TOKENS = 32, 8, 32, 16, 96, 32
+_QUERY_RANK, _KV_RANK = 24, 16
 _LAYERS = 2
 """Layers of a model without a pipeline; with one, a chunk has one layer, or up to three where chunks differ."""
 _MICRO_BATCH = 2
@@ -58,7 +59,10 @@ def shrink(
     length = _smallest_like(
         sequence_length, max(_TOKENS, 2 * layout.cp * layout.tp), 2, 2 * layout.cp, layout.cp * layout.tp
     )
-    model = _model(config, layout, sequence_length, length) | {"layers": sum(stages)}
+    model = _model(config, layout, sequence_length, length, sum(stages))
+    if config.attention_pattern is not None:
+        # Both kinds of attention, where there is room for both.
+        model["attention_pattern"] = ["window", "full"] if sum(stages) > 1 else None
     shrunk = ModelConfig.model_validate(config.model_dump(exclude_none=True) | model)
     sizes: list[int] = []
     for count in counts:
@@ -86,18 +90,19 @@ def _fewer_replicas(layout: RankLayout, config: ModelConfig, sequence_length: in
     )
 
 
-def _model(config: ModelConfig, layout: RankLayout, sequence_length: int, length: int) -> dict[str, Any]:
-    """Every size of the model but its layers."""
+def _model(config: ModelConfig, layout: RankLayout, sequence_length: int, length: int, layers: int) -> dict[str, Any]:
+    """Every size of the model."""
     tp = layout.tp
     shares = layout.dense_shards
     kv_heads = _smallest_like(config.kv_heads, 2 * tp, tp)
     hidden = _smallest_like(config.hidden, _HIDDEN, 2, shares)
     sizes: dict[str, Any] = {
+        "layers": layers,
         "hidden": hidden,
         "init_std": config.init_std * (config.hidden / hidden) ** 0.5,
         "heads": kv_heads * _smallest_like(config.heads // config.kv_heads, 2, 2),
         "kv_heads": kv_heads,
-        "head_dim": min(config.head_dim, _HEAD_DIM),
+        "head_dim": _head_dim(config),
         "vocab_size": _smallest_like(config.vocab_size, max(_VOCABULARY, 2 * tp), 2, tp, tp * shares),
         "max_positions": _smallest_like(config.max_positions, length, 2, shares),
     }
@@ -110,12 +115,34 @@ def _model(config: ModelConfig, layout: RankLayout, sequence_length: int, length
         moe = config.moe
         expert_shares = layout.expert_shards
         fewest = max(2 * layout.ep, moe.top_k + (moe.top_k < moe.experts))
+        if moe.groups > 1:
+            # A group has two experts at least, and the groups that a token visits have as many as it visits.
+            fewest = max(fewest, 2 * moe.groups, -(-moe.top_k * moe.groups // moe.top_groups))
         sizes["moe"] = moe.model_dump() | {
-            "experts": _smallest_like(moe.experts, fewest, layout.ep, layout.ep * expert_shares),
+            "experts": _smallest_like(moe.experts, fewest, layout.ep, layout.ep * expert_shares, moe.groups),
+            "dense_first": min(moe.dense_first, layers - 1),
             "ffn": _smallest_like(moe.ffn, max(_EXPERT_FFN, 2 * layout.etp), 2, layout.etp, layout.etp * expert_shares),
             "shared_ffn": _smallest_like(moe.shared_ffn, max(_EXPERT_FFN, 2 * tp), 2, tp, tp * shares),
         }
+    if config.mla is not None:
+        mla = config.mla
+        sizes["mla"] = mla.model_dump() | {
+            "query_rank": None if mla.query_rank is None else _smallest_like(mla.query_rank, _QUERY_RANK, 2, shares),
+            "kv_rank": _smallest_like(mla.kv_rank, _KV_RANK, 2, shares),
+            "nope_dim": min(mla.nope_dim, _HEAD_DIM),
+            "rope_dim": min(mla.rope_dim, _HEAD_DIM // 2),
+            "value_dim": min(mla.value_dim, _HEAD_DIM - 2),
+        }
+        sizes["head_dim"] = sizes["mla"]["nope_dim"] + sizes["mla"]["rope_dim"]
     return sizes
+
+
+def _head_dim(config: ModelConfig) -> int:
+    """A small head, of which the part that is turned is even."""
+    if config.rope is None:
+        return min(config.head_dim, _HEAD_DIM)
+    fits = (size for size in range(_HEAD_DIM, config.head_dim, 2) if config.rope.rotary_dim(size) % 2 == 0)
+    return next((size for size in fits if config.rope.rotary_dim(size) > 0), config.head_dim)
 
 
 def _stages(layout: RankLayout) -> tuple[int, ...]:

@@ -528,5 +528,10 @@ def fit_problems(recipe: Recipe, config: ModelConfig) -> Iterator[Problem]:
             yield Problem(("train", "lora", *problem.path), problem.what, problem.hint)
     if recipe.train.moe is not None and config.moe is None:
         yield Problem(("train", "moe"), "the model has no experts", "delete it")
+    elif recipe.train.moe is not None and recipe.train.moe.bias_update is not None and config.moe is not None:
+        if not config.moe.score_bias:
+            yield Problem(("train", "moe", "bias_update"), "the model's routers have no bias", "delete it")
+        elif recipe.train.lora is not None:
+            yield Problem(("train", "moe", "bias_update"), "beside adapters the routers stay as they are", "delete it")
     if config.moe is None and not isinstance(recipe.layout, str) and recipe.layout.ep > 1:
         yield Problem(("layout", "ep"), "the model has no experts to spread", "delete it")

@@ -30,12 +30,30 @@ from trainshed.recipe.section import (
 )
 
 LENGTH_KEYS = ("steps", "tokens", "epochs")
-LoraProjection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts"]
+LoraProjection = Literal[
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "experts",
+]
+LATENT_PROJECTIONS: tuple[LoraProjection, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+"""Of latent attention, by the names that transformers has for them."""
 LoraTarget = Literal[LoraProjection, "attn", "mlp", "all-linear"]
 LORA_GROUPS: dict[LoraTarget, tuple[LoraProjection, ...]] = {
-    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "attn": ("q_proj", "k_proj", "v_proj", "o_proj", *LATENT_PROJECTIONS),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
-    "all-linear": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts"),
+    "all-linear": (
+        *("q_proj", "k_proj", "v_proj", "o_proj", *LATENT_PROJECTIONS),
+        *("gate_proj", "up_proj", "down_proj", "experts"),
+    ),
 }
 """Names that stand for several projections. `experts` are the projections of all experts; the other names of a
 feed-forward block are those of dense layers and of shared experts. The router is never adapted."""
@@ -150,8 +168,11 @@ def lora_problems(lora: Lora, config: ModelConfig) -> Iterator[Problem]:
     """Yield what an architecture cannot do of adapters; paths are within `train.lora`."""
     moe = config.moe
     dense = ("gate_proj", "up_proj", "down_proj") if config.gated else ("up_proj", "down_proj")
-    here: set[str] = {*LORA_GROUPS["attn"]}
-    if moe is None or moe.shared_ffn:
+    here: set[str] = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    if config.mla is not None:
+        here = {"o_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
+        here |= {"q_proj"} if config.mla.query_rank is None else {"q_a_proj", "q_b_proj"}
+    if moe is None or moe.shared_ffn or moe.dense_first:
         here |= {*dense}
     if moe is not None:
         here.add("experts")
@@ -189,6 +210,21 @@ class MoeLosses(Section):
 
     balance_loss: NotNegativeFloat = Field(0.001, description="Factor of the load-balance loss (per sequence)")
     z_loss: NotNegativeFloat = Field(0.0, description="Factor of the router's z-loss")
+    bias_update: NotNegativeFloat | None = Field(
+        None,
+        description="How far the bias of an expert's score moves in a step (`moe.score_bias`), towards even load; "
+        "left out: 0.001",
+        examples=[0.001],
+    )
+
+
+def score_bias_update(losses: MoeLosses | None, config: ModelConfig) -> float:
+    """Return how far the biases of a model's routers move in a step: 0 where they have none."""
+    written = None if losses is None else losses.bias_update
+    if config.moe is None or not config.moe.score_bias:
+        return 0.0
+    # DeepSeek-V3's for its first 14.3T tokens (section 4.2 of its report).
+    return 0.001 if written is None else written
 
 
 class TrainSection(Section):

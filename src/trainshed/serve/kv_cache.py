@@ -67,7 +67,9 @@ class ServingLimits:
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the size of one token's keys and values."""
+    """Return the size of one token's keys and values; with latent attention, of what they are computed from."""
+    if config.mla is not None:
+        return config.layers * (config.mla.kv_rank + config.mla.rope_dim) * dtype.itemsize
     return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
 
 

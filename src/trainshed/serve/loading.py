@@ -35,7 +35,7 @@ from trainshed.checkpoints.lora.find import (
 )
 from trainshed.checkpoints.lora.peft_config import ADAPTER_CONFIG
 from trainshed.checkpoints.prove.verdict import VERDICT, Verdict, read_verdict
-from trainshed.checkpoints.weights import Weights
+from trainshed.checkpoints.weights import Weights, stored_dtype
 from trainshed.data.prompts import chat_format
 from trainshed.data.tokens.manifest import read_token_manifest
 from trainshed.data.tokens.token_source import RunTokens
@@ -323,7 +323,9 @@ def _load_weights(weights: Weights, dtype: torch.dtype, device: torch.device, re
     total = sum(parameter.size * dtype.itemsize for parameter in table)
     with reporter.task("loading", total=total, unit="B") as task, ThreadPoolExecutor(_READ_THREADS) as pool:
         read = pool.map(
-            lambda parameter: weights.read(parameter, (0,) * len(parameter.shape), parameter.shape, dtype).to(device),
+            lambda parameter: weights.read(
+                parameter, (0,) * len(parameter.shape), parameter.shape, stored_dtype(parameter, dtype)
+            ).to(device),
             table,
         )
         for parameter, tensor in zip(table, read, strict=True):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainshed.models.attention import supports_flash
+from trainshed.models.attention import attention_rule, supports_flash
 from trainshed.models.cached_decoder import (
     AttentionFunction,
     CachedDecoder,
@@ -61,7 +61,13 @@ class ModelRunner:
         self._cached_decoder = CachedDecoder(decoder, limits.cache_tokens + 1)
         self.prefill_chunk_tokens = PREFILL_CHUNK_TOKENS.get(self.device.type, PREFILL_CHUNK_TOKENS["cpu"])
         self.on_gpu = self.device.type == "cuda"
-        self._flash = supports_flash(self.config.head_dim, decoder.spec.dtype, self.device)
+        changed_scores = any(attention_rule(self.config, layer).needs_scores for layer in range(self.config.layers))
+        # Latents are wider than the heads that this kernel takes.
+        self._flash = (
+            self.config.mla is None
+            and not changed_scores
+            and supports_flash(self.config.head_dim, decoder.spec.dtype, self.device)
+        )
         self._graphs: dict[tuple[int, bool], _DecodeGraph] = {}
         # Experts in another dtype than bfloat16 copy their token counts to the host.
         self.uses_graphs = (
@@ -71,8 +77,9 @@ class ModelRunner:
             dtype = str(decoder.spec.dtype).removeprefix("torch.")
             reporter.note(
                 "answers come kernel by kernel, not as CUDA graphs: these need an NVIDIA GPU, bfloat16 (or float16 "
-                "where there are no experts) and heads in steps of 8; "
-                f"the model is {dtype} with heads of {self.config.head_dim} (try --dtype bf16)"
+                "where there are no experts), heads in steps of 8, scores without a soft cap and no latent attention; "
+                f"the model is {dtype} with heads of {self.config.head_dim}"
+                + (" and scores that are changed" if changed_scores else " (try --dtype bf16)")
             )
 
     def prefill(self, scheduled: Sequence[ScheduledTokens]) -> torch.Tensor:
@@ -118,7 +125,6 @@ class ModelRunner:
         return self._cached_decoder.logits(hidden)[: len(scheduled)]
 
     def _attention(self, scheduled: Sequence[ScheduledTokens]) -> AttentionFunction:
-        window = self.config.sliding_window
         if not self._flash:
             spans, query_start = [], 0
             for part in scheduled:
@@ -126,7 +132,7 @@ class ModelRunner:
                     SequenceSpan(query_start, len(part.tokens), part.block_start, part.position + len(part.tokens))
                 )
                 query_start += len(part.tokens)
-            return per_sequence_attention(spans, window)
+            return per_sequence_attention(spans)
         starts = [0]
         for part in scheduled:
             starts.append(starts[-1] + len(part.tokens))
@@ -134,7 +140,7 @@ class ModelRunner:
         table = [starts, [*(part.block_start for part in scheduled), 0], [*lengths, 0]]
         rows, slots, ends = torch.tensor(table, dtype=torch.int32, device=self.device).unbind(0)
         max_query_length = max(len(part.tokens) for part in scheduled)
-        return varlen_flash_attention(VarlenMetadata(rows, slots, ends[:-1], max_query_length, max(lengths)), window)
+        return varlen_flash_attention(VarlenMetadata(rows, slots, ends[:-1], max_query_length, max(lengths)))
 
     def _graph(self, rows: int, *, adapted: bool) -> _DecodeGraph:
         width = min(1 << (rows - 1).bit_length(), self.limits.max_sequences)
@@ -181,9 +187,7 @@ class _DecodeGraph:
             metadata = VarlenMetadata(
                 self._starts, torch.cat([begins, begins[:1]]).int(), lengths, 1, limits.max_length
             )
-            hidden = decoder.hidden(
-                tokens, positions, slots, varlen_flash_attention(metadata, decoder.config.sliding_window)
-            )
+            hidden = decoder.hidden(tokens, positions, slots, varlen_flash_attention(metadata))
             return decoder.logits(hidden)
 
         if adapter_step is not None:

@@ -77,7 +77,7 @@ def check_adapters(recipe: Recipe, config: ModelConfig, layout: RankLayout) -> N
     lora = recipe.train.lora
     if lora is None or lora.quantize != "nf4" or recipe.engine.name != "torch":
         return
-    columns = [adapted.inputs for adapted in all_projections(config) if adapted.row_parallel]
+    columns = [adapted.inputs for adapted in all_projections(config, 0) if adapted.row_parallel]
     if any(width % (NF4_BLOCK * layout.tp) for width in columns):
         raise RecipeError(
             f"tp: {layout.tp} cuts blocks of {NF4_BLOCK} columns, which share a scale in nf4: "

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from support.models.tiny_models import VARIANTS, save_tiny_hf
+from support.runs.small_generators import Notes
+from trainshed.checkpoints.formats import open_weights
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.errors import CorruptData, InputError, NotFound, TrainshedError
 from trainshed.models.parameters import Parameter, parameter_count, parameters
@@ -39,6 +41,24 @@ class Saved:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
     return {variant: Saved(variant, tmp_path_factory.mktemp(variant)) for variant in VARIANTS}
+
+
+def test_layers_for_more_than_the_next_token_are_left_out_with_a_note(tmp_path: Path) -> None:
+    config = save_tiny_hf("deepseek_v3", tmp_path, seed=1)
+    state = load_file(tmp_path / "model.safetensors")
+    extra = {f"model.layers.{config.layers}.{name}": torch.ones(2, 2) for name in ("eh_proj.weight", "enorm.weight")}
+    save_file(state | extra, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    body = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(body | {"num_nextn_predict_layers": 1}))
+    notes = Notes()
+    with open_weights(tmp_path, reporter=notes) as weights:
+        assert weights.config == config
+    (note,) = notes.said
+    assert note.startswith("2 tensors of layers that predict more than the next token (MTP) are left out: ")
+    assert all(name in note for name in extra)
+    save_file(state | {"model.layers.1.extra": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="left over"):
+        HfWeights(tmp_path)
 
 
 @pytest.fixture
@@ -70,7 +90,8 @@ def expected(config: ModelConfig, state: State) -> State:
         native["positions.weight"] = state["transformer.wpe.weight"]
         native |= {f"norm.{kind}": state[f"transformer.ln_f.{kind}"] for kind in ("weight", "bias")}
     else:
-        native["norm.weight"] = state["model.norm.weight"]
+        kinds = ("weight", "bias") if config.family == "nemotron" else ("weight",)
+        native |= {f"norm.{kind}": state[f"model.norm.{kind}"] for kind in kinds}
     return native
 
 
@@ -89,17 +110,43 @@ def alternating(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.stack([row for pair in zip(gate, up, strict=True) for row in pair])
 
 
+def layer_norms(config: ModelConfig, theirs: State) -> State:
+    before, after = {"attention.norm": "input_layernorm", "mlp.norm": "post_attention_layernorm"}, {}
+    if config.family.startswith(("olmo", "gemma")):
+        after = {"attention.post_norm": "post_attention_layernorm", "mlp.post_norm": "post_feedforward_layernorm"}
+        before |= {"mlp.norm": "pre_feedforward_layernorm"}
+    names = after if config.family.startswith("olmo") else before | after
+    kinds = ("weight", "bias") if config.family == "nemotron" else ("weight",)
+    return {f"{ours}.{kind}": theirs[f"{name}.{kind}"] for ours, name in names.items() for kind in kinds}
+
+
 def llama_layer(config: ModelConfig, theirs: State) -> State:
-    native = {
-        "attention.norm.weight": theirs["input_layernorm.weight"],
-        "attention.out.weight": theirs["self_attn.o_proj.weight"],
-        "mlp.norm.weight": theirs["post_attention_layernorm.weight"],
-    }
+    native = layer_norms(config, theirs) | {"attention.out.weight": theirs["self_attn.o_proj.weight"]}
+    if config.family == "phi3":
+        keys = config.kv_heads * config.head_dim
+        parts = theirs["self_attn.qkv_proj.weight"].split([config.heads * config.head_dim, keys, keys])
+        native["attention.qkv.weight"] = grouped(config, *parts)
+        native["mlp.gate_up.weight"] = alternating(*theirs["mlp.gate_up_proj.weight"].chunk(2))
+        native["mlp.down.weight"] = theirs["mlp.down_proj.weight"]
+        return native
+    if config.mla is not None:
+        names = {"q": "q_proj", "q_down": "q_a_proj", "q_norm": "q_a_layernorm", "q_up": "q_b_proj"}
+        names |= {"kv_down": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "kv_up": "kv_b_proj"}
+        for ours, name in names.items():
+            if f"self_attn.{name}.weight" in theirs:
+                native[f"attention.{ours}.weight"] = theirs[f"self_attn.{name}.weight"]
+        return native | deepseek_mlp(config, theirs)
     for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
         native[f"attention.qkv.{kind}"] = grouped(config, *(theirs[f"self_attn.{part}_proj.{kind}"] for part in "qkv"))
     if config.qk_norm:
         native["attention.query_norm.weight"] = theirs["self_attn.q_norm.weight"]
         native["attention.key_norm.weight"] = theirs["self_attn.k_norm.weight"]
+    if config.family == "nemotron":
+        native["mlp.up.weight"], native["mlp.down.weight"] = (
+            theirs["mlp.up_proj.weight"],
+            theirs["mlp.down_proj.weight"],
+        )
+        return native
     if config.moe is None:
         native["mlp.gate_up.weight"] = alternating(theirs["mlp.gate_proj.weight"], theirs["mlp.up_proj.weight"])
         native["mlp.down.weight"] = theirs["mlp.down_proj.weight"]
@@ -114,6 +161,23 @@ def llama_layer(config: ModelConfig, theirs: State) -> State:
     )
     native["mlp.experts.down"] = torch.stack([theirs[f"{expert}.{down}.weight"] for expert in experts])
     return native
+
+
+def deepseek_mlp(config: ModelConfig, theirs: State) -> State:
+    def block(ours: str, name: str) -> State:
+        gate_up = alternating(theirs[f"{name}.gate_proj.weight"], theirs[f"{name}.up_proj.weight"])
+        return {f"{ours}.gate_up.weight": gate_up, f"{ours}.down.weight": theirs[f"{name}.down_proj.weight"]}
+
+    if "mlp.gate.weight" not in theirs:
+        return block("mlp", "mlp")
+    assert config.moe is not None
+    experts = [block("expert", f"mlp.experts.{expert}") for expert in range(config.moe.experts)]
+    return block("mlp.shared", "mlp.shared_experts") | {
+        "mlp.router.weight": theirs["mlp.gate.weight"],
+        "mlp.router.score_bias": theirs["mlp.gate.e_score_correction_bias"],
+        "mlp.experts.gate_up": torch.stack([expert["expert.gate_up.weight"] for expert in experts]),
+        "mlp.experts.down": torch.stack([expert["expert.down.weight"] for expert in experts]),
+    }
 
 
 def gpt2_layer(config: ModelConfig, theirs: State) -> State:
@@ -203,6 +267,7 @@ def test_opening_and_checking_needs_no_torch(llama: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
+from trainshed.checkpoints.formats import open_weights
 from trainshed.checkpoints.hf.weights import HfWeights
 HfWeights(Path({str(llama)!r})).check_tied_head()
 assert not {{'torch', 'safetensors', 'transformers'}} & set(sys.modules)

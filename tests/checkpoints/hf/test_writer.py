@@ -70,6 +70,21 @@ def test_a_cast_is_said_in_the_config(tmp_path: Path) -> None:
     assert json.loads((target / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+def test_a_cast_leaves_what_is_no_weight_in_float32(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    save_tiny_hf("deepseek_v3", source, seed=1)
+    exported(source, target, dtype=torch.bfloat16, shard_bytes=SHARD_BYTES)
+    before, after = tensors(source), tensors(target)
+    biases = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor if name in biases else tensor.bfloat16()), name
+    total = json.loads((target / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+    assert total == sum(tensor.nbytes for tensor in after.values())
+    with HfWeights(target) as weights:
+        assert weights.dtypes == ["bfloat16"]
+
+
 def test_a_config_that_says_the_same_is_kept_with_all_it_says_besides(tmp_path: Path) -> None:
     source = tmp_path / "source"
     save_tiny_hf("llama", source, seed=1)

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from support.models.megatron_folders import LLAMA3, MadeWeights, assert_equal, written
-from support.models.tiny_models import FAMILIES, VARIANTS, save_tiny_hf, tiny_config
+from support.models.tiny_models import MEGATRON_FAMILIES, MEGATRON_VARIANTS, save_tiny_hf, tiny_config
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.megatron import weights as megatron_weights
 from trainshed.checkpoints.megatron.args import MegatronLayout
@@ -31,7 +31,7 @@ def config_of(variant: str) -> ModelConfig:
     return tiny_config(variant, **(LLAMA3 if variant == "llama3" else {}))
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "shared"])
+@pytest.mark.parametrize("variant", [*MEGATRON_VARIANTS, "shared"])
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_torch_dist_gives_every_tensor_and_the_architecture_back(variant: str, spec: Any, tmp_path: Path) -> None:
     source = MadeWeights(config_of(variant))
@@ -91,14 +91,14 @@ def through_legacy(family: str, layout: dict[str, Any]) -> None:
 
 
 @settings(max_examples=25)
-@given(st.sampled_from(FAMILIES), layouts())
+@given(st.sampled_from(MEGATRON_FAMILIES), layouts())
 def test_any_legacy_layout_gives_every_tensor_back(family: str, layout: dict[str, Any]) -> None:
     through_legacy(family, layout)
 
 
 @pytest.mark.full
 @settings(max_examples=300)
-@given(st.sampled_from(FAMILIES), layouts())
+@given(st.sampled_from(MEGATRON_FAMILIES), layouts())
 def test_very_many_legacy_layouts_give_every_tensor_back(family: str, layout: dict[str, Any]) -> None:
     through_legacy(family, layout)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from support.models.megatron_folders import LLAMA3
-from support.models.tiny_models import VARIANTS, save_tiny_hf
+from support.models.tiny_models import MEGATRON_VARIANTS, save_tiny_hf
 from trainshed.checkpoints.convert.convert import convert_weights
 from trainshed.checkpoints.formats import TargetFormat, open_weights
 from trainshed.checkpoints.hf.weights import HfWeights
@@ -48,7 +48,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 SAMPLE = [("llama3", DIST), ("qwen3_moe", replace(LEGACY, **LAYOUTS["qwen3_moe"]))]
 REST = [
     (variant, to)
-    for variant in VARIANTS
+    for variant in MEGATRON_VARIANTS
     for to in (DIST, replace(LEGACY, **LAYOUTS.get(variant, {})))
     if (variant, to) not in SAMPLE
 ]

@@ -14,7 +14,7 @@ from trainshed.engines.torch.parallel import single_rank_mesh
 from trainshed.engines.torch.sample_answers import SampleAnswers
 from trainshed.engines.torch.step import StepMetrics, StepRunner
 from trainshed.engines.torch.weights import init_model
-from trainshed.models.attention import causal_attention
+from trainshed.models.attention import AttentionRule, causal_attention
 from trainshed.models.collectives import AxisGroup, ParallelAxes
 from trainshed.models.decoder import Regularization
 from trainshed.models.documents import document_masks
@@ -54,6 +54,19 @@ EXPERTS = ModelConfig.model_validate(
         "moe": {"experts": 8, "top_k": 2, "ffn": 128, "shared_ffn": 128},
     }
 )
+_PATTERN = {"sliding_window": 48, "attention_pattern": ["window", "full"]}
+_SIZES = DENSE.model_dump(include={"layers", "hidden", "heads", "kv_heads", "ffn", "vocab_size", "max_positions"})
+FAMILIES = {
+    # Scores and logits that are bent; two rotary tables and norms of 1 + weight; norms over all heads and YaRN.
+    "gemma2": {"rope": {"base": 1e4}, "attention_soft_cap": 5.0, "logit_soft_cap": 3.0, **_PATTERN},
+    "gemma3_text": {"rope": {"base": 1e6, "local_base": 1e4}, "query_scalar": 32, **_PATTERN},
+    "olmo3": {
+        "rope": {"base": 1e4, "local_base": 1e4, "scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 64}},
+        **_PATTERN,
+    },
+    "nemotron": {"rope": {"base": 1e4, "fraction": 0.5}},
+}
+"""What families add to the decoder."""
 LENGTH, BATCH = 256, 4
 
 
@@ -106,6 +119,17 @@ def random_documents(mean: int, generator: torch.Generator) -> torch.Tensor:
     return columns.cummax(1).values
 
 
+@pytest.mark.parametrize("documents", [None, 60])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_families_add_trains_as_on_a_cpu(family: str, recompute: str, documents: int | None) -> None:
+    config = ModelConfig.model_validate({"family": family, **_SIZES, **FAMILIES[family]})
+    there = outcomes(config, "cuda", "bf16", 4, mean_document=documents, recompute=recompute)
+    for gpu, cpu in zip(there, outcomes(config, "cpu", "fp32", 4, mean_document=documents), strict=True):
+        assert gpu.loss == pytest.approx(cpu.loss, rel=3e-2)
+        assert gpu.grad_norm == pytest.approx(cpu.grad_norm, rel=0.1)
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", ["dense", "experts", "window"])
 def test_documents_are_kept_apart_as_on_a_cpu(family: str, recompute: str) -> None:
@@ -121,8 +145,9 @@ def test_documents_are_kept_apart_as_on_a_cpu(family: str, recompute: str) -> No
 
 @pytest.mark.parametrize("cp", [AxisGroup(), AxisGroup(2, 0), AxisGroup(2, 1)])
 @pytest.mark.parametrize("window", [None, 100])
-def test_blocks_attend_as_the_plain_mask_does(cp: AxisGroup, window: int | None) -> None:
-    generator = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_blocks_attend_as_the_plain_mask_does(cp: AxisGroup, window: int | None, soft_cap: float | None) -> None:
+    generator, rule = torch.Generator().manual_seed(0), AttentionRule(window, 0.2, soft_cap)
     starts = torch.where(torch.rand(2, 1024, generator=generator) < 1 / 100, torch.arange(1024), 0).cummax(1).values
     plain, blocks = document_masks(starts, cp, window, 64), document_masks(starts.cuda(), cp, window, 64)
     for mask, block_mask in zip(plain, blocks, strict=True):
@@ -130,7 +155,7 @@ def test_blocks_attend_as_the_plain_mask_does(cp: AxisGroup, window: int | None)
         shapes = [(mask.shape[-2], 2, 8, 64), (mask.shape[-1], 2, 2, 64), (mask.shape[-1], 2, 2, 64)]
         here = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
         there = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in here]
-        expected, got = causal_attention(*here, window, mask), causal_attention(*there, window, block_mask)
+        expected, got = causal_attention(*here, rule, mask), causal_attention(*there, rule, block_mask)
         expected.square().sum().backward()
         got.float().square().sum().backward()
         torch.testing.assert_close(got.float().cpu(), expected, rtol=3e-2, atol=3e-2)
@@ -300,7 +325,7 @@ def test_queries_see_what_is_before_them_as_far_as_the_window(compiled: bool, qu
     there = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in here]
 
     def run(inputs: list[torch.Tensor]) -> torch.Tensor:
-        return causal_attention(*inputs, window)
+        return causal_attention(*inputs, AttentionRule(window))
 
     found = torch.compile(run, fullgraph=True)(there) if compiled else run(there)
     expected = run(here)

@@ -153,6 +153,38 @@ def test_a_layout_gives_the_losses_and_gradient_norms_of_one_process(
     assert_same_curve(expected, got, loss=1e-9, grad_norm=1e-9)
 
 
+FAMILY_SAMPLE = [
+    ("olmo3", "tp=2,micro_batch=4"),
+    ("olmo3", "pp=2,micro_batch=2"),
+    ("olmo3", "cp=2,tp=2,micro_batch=4"),
+    ("gemma3", "cp=2,micro_batch=4"),
+    ("gemma3", "tp=2,pp=2,micro_batch=4"),
+    ("gemma3", "dp=2,shard=full,recompute=selective,micro_batch=2"),
+    ("gemma2", "tp=2,micro_batch=4"),
+    ("gemma2", "cp=2,micro_batch=4"),
+    ("nemotron", "tp=2,pp=2,micro_batch=4"),
+    ("phi3", "tp=2,micro_batch=4"),
+]
+FAMILY_LAYOUTS = [
+    (model, layout) for model in ("olmo3", "gemma3", "gemma2", "nemotron", "phi3") for layout in [*NAMED, *MORE[:6]]
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        *FAMILY_SAMPLE,
+        *(pytest.param(*case, marks=pytest.mark.full) for case in FAMILY_LAYOUTS if case not in FAMILY_SAMPLE),
+    ],
+)
+def test_what_families_add_to_the_decoder_does_not_depend_on_the_layout(
+    small_runs: SmallRuns, model: str, layout: str
+) -> None:
+    short = ("train.steps=6",)
+    expected, got = small_runs.alone(model, *short), small_runs.fresh(model, layout, *short)
+    assert_same_curve(expected, got, loss=1e-9, grad_norm=1e-9)
+
+
 DOCUMENTS = "data.document_mask=true"
 
 
@@ -163,6 +195,8 @@ DOCUMENTS = "data.document_mask=true"
         ("dense", "cp=2,tp=2,micro_batch=4", ("model.config.sliding_window=5", "model.config.family=mistral")),
         ("dense", "pp=2,vp=2,schedule=zero_bubble,micro_batch=2", (FOUR_LAYERS,)),
         ("dense", "tp=2,recompute=selective,micro_batch=4", ()),
+        ("olmo3", "cp=2,tp=2,micro_batch=4", ("train.steps=6",)),
+        ("gemma2", "cp=2,micro_batch=4", ("train.steps=6",)),
         ("tied", "tp=2,cp=2,micro_batch=4", ()),
         ("tied", "pp=2,dp=2,micro_batch=2", ()),
         ("moe", "tp=2,ep=2,micro_batch=4", ()),

@@ -14,6 +14,7 @@ DORA = "{rank: 4, alpha: 8, targets: [attn, mlp], dora: true, rslora: true}"
 DROPPING = "{rank: 3, alpha: 8, targets: [q_proj, o_proj, mlp], dropout: 0.2}"
 DORA_DROPPING = "{rank: 3, alpha: 8, targets: [v_proj, o_proj, up_proj, down_proj], dora: true, dropout: 0.2}"
 EXPERTS = "{rank: 3, alpha: 8, targets: [experts]}"
+LATENT_DROPPING = "{rank: 3, alpha: 8, targets: [attn, mlp], dora: true, dropout: 0.2}"
 INT8 = "{rank: 4, alpha: 8, targets: [attn, mlp], quantize: int8}"
 
 
@@ -58,6 +59,10 @@ CASES = [
     case("moe", "tp=2,ep=2,recompute=selective,micro_batch=4"),
     case("moe", "pp=2,dp=2,ep=2,schedule=zero_bubble,micro_batch=2"),
     case("moe", "dp=2,shard=full,recompute=full,micro_batch=2"),
+    case("latent", "tp=2,ep=2,micro_batch=4", sampled=True),
+    case("latent", "tp=2,cp=2,micro_batch=4", LATENT_DROPPING, sampled=True),
+    case("latent", "pp=2,dp=2,micro_batch=2"),
+    case("latent", "dp=2,shard=full,recompute=selective,micro_batch=2", DORA),
 ]
 
 

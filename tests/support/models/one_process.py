@@ -52,7 +52,7 @@ def one_process_model(
 def fill_from_hf(model: RankModel, folder: Path) -> None:
     """Give a model the weights that transformers saved."""
     with HfWeights(folder) as saved:
-        for weight in model.shards:
+        for weight in (*model.shards, *model.frozen_shards):
             box = weight.local_tensor
             box.copy_(saved.read(weight.parameter, weight.offset, box.shape, box.dtype))
 

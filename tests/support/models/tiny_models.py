@@ -28,6 +28,27 @@ _LLAMA3 = {
     "high_frequency_factor": 4.0,
     "original_positions": 32,
 }
+_YARN = {"kind": "yarn", "factor": 8.0, "original_positions": 16}
+_DEEPSEEK_YARN = {
+    "kind": "yarn",
+    "factor": 4.0,
+    "original_positions": 16,
+    "beta_fast": 8.0,
+    "beta_slow": 0.5,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+_LATENT: dict[str, Any] = {key: value for key, value in _SIZES.items() if key not in ("kv_heads", "head_dim")}
+_LATENT["layers"] = 3
+_DEEPSEEK_EXPERTS: dict[str, Any] = {
+    "experts": 8,
+    "top_k": 3,
+    "ffn": 12,
+    "shared_ffn": 24,
+    "scores": "sigmoid",
+    "score_bias": True,
+    "scale": 2.5,
+}
 _TINY: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **_SIZES, "rope": {"base": 10000.0}},
     # As Llama 3.1 and 3.2: stretched frequencies (some of each kind at these sizes), one embedding.
@@ -51,13 +72,113 @@ _TINY: dict[str, dict[str, Any]] = {
         "rope": {"base": 1e6},
         "moe": {"experts": 4, "top_k": 2, "ffn": 24, "normalize_top_k": False},
     },
+    "llama-yarn": {"family": "llama", **_SIZES, "rope": {"base": 1e4, "scaling": _YARN}},
+    # Some layers windowed and others not, as Qwen's `max_window_layers` has it.
+    "qwen2-mixed": {
+        "family": "qwen2",
+        **_SIZES,
+        "layers": 3,
+        "rope": {"base": 1e6},
+        "sliding_window": 8,
+        "attention_pattern": ["full", "window", "window"],
+    },
+    "olmo2": {"family": "olmo2", **_SIZES, "rope": {"base": 500000.0}},
+    "olmo3": {
+        "family": "olmo3",
+        **_SIZES,
+        "layers": 5,
+        "kv_heads": 4,
+        "rope": {"base": 500000.0, "local_base": 500000.0, "scaling": _YARN | {"attention_factor": 1.2}},
+        "sliding_window": 8,
+        "attention_pattern": ["window", "window", "window", "full"],
+    },
+    "gemma2": {
+        "family": "gemma2",
+        **_SIZES,
+        "layers": 3,
+        "rope": {"base": 10000.0},
+        "sliding_window": 8,
+        "attention_pattern": ["window", "full"],
+        "query_scalar": 12,
+        # Low enough that a good part of the scores and logits is bent.
+        "attention_soft_cap": 2.0,
+        "logit_soft_cap": 3.0,
+    },
+    # Two rotary tables, one of them stretched; one key head; a head wider than hidden / heads.
+    "gemma3_text": {
+        "family": "gemma3_text",
+        **_SIZES,
+        "layers": 7,
+        "kv_heads": 1,
+        "head_dim": 12,
+        "rope": {"base": 1e6, "local_base": 10000.0, "scaling": {"kind": "linear", "factor": 8.0}},
+        "sliding_window": 8,
+        "attention_pattern": ["window"] * 5 + ["full"],
+    },
+    "phi3": {"family": "phi3", **_SIZES, "rope": {"base": 250000.0}},
+    # As Phi-4-mini: a part of each head is turned, one embedding; and Phi-3's window.
+    "phi3-partial": {
+        "family": "phi3",
+        **_SIZES,
+        "rope": {"base": 10000.0, "fraction": 0.75},
+        "sliding_window": 8,
+        "tied_embeddings": True,
+    },
+    "nemotron": {"family": "nemotron", **_SIZES, "head_dim": 12, "rope": {"base": 10000.0, "fraction": 0.5}},
+    # As DeepSeek-V3: all widths differ, every key of routing counts, YaRN makes cosines and scores larger.
+    "deepseek_v3": {
+        "family": "deepseek_v3",
+        **_LATENT,
+        "rope": {"base": 100.0, "scaling": _DEEPSEEK_YARN},
+        "mla": {"query_rank": 12, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5},
+        "moe": _DEEPSEEK_EXPERTS | {"groups": 4, "top_groups": 2, "dense_first": 1},
+    },
+    # As Moonlight: queries without a low rank, one group, positions not stretched, and another epsilon.
+    "deepseek-plain": {
+        "family": "deepseek_v3",
+        **_LATENT,
+        "norm_eps": 1e-3,
+        "rope": {"base": 50000.0},
+        "mla": {"kv_rank": 16, "nope_dim": 8, "rope_dim": 6, "value_dim": 10, "rope_interleaved": False},
+        "moe": _DEEPSEEK_EXPERTS | {"normalize_top_k": False, "scale": 1.5, "dense_first": 2},
+    },
     "gpt2": {"family": "gpt2", **_SIZES, "kv_heads": 4, "ffn": 128},
     "gpt2-untied": {"family": "gpt2", **_SIZES, "kv_heads": 4, "ffn": 96, "tied_embeddings": False, "norm_eps": 1e-3},
 }
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v3",
+    "gpt2",
+    "olmo2",
+    "olmo3",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "nemotron",
+)
 """One tiny model of each family."""
 VARIANTS = tuple(_TINY)
 """All tiny models: the families, and what a family can be besides."""
+LATENT = ("deepseek_v3", "deepseek-plain")
+"""Tiny models that Megatron is not told of."""
+_NOT_IN_MEGATRON = (
+    "llama-yarn",
+    "qwen2-mixed",
+    "olmo2",
+    "olmo3",
+    "gemma2",
+    "gemma3_text",
+    "nemotron",
+    *LATENT,
+)
+MEGATRON_VARIANTS = tuple(variant for variant in VARIANTS if variant not in _NOT_IN_MEGATRON)
+"""Those that Megatron's arguments can say."""
+MEGATRON_FAMILIES = tuple(family for family in FAMILIES if family not in _NOT_IN_MEGATRON)
 
 
 def tiny_config(family: str, **changes: Any) -> ModelConfig:
@@ -97,7 +218,12 @@ def random_hf_model(config: ModelConfig, seed: int) -> Any:
                 # Activations stay near 1, so that a difference in the maths is seen in the logits.
                 weight.copy_(noise * config.hidden**-0.5)
             else:
-                weight.copy_(0.3 * noise + (0.0 if name.endswith("bias") else 1.0))
+                around_zero = name.endswith("bias") or config.zero_centered_norms
+                weight.copy_(0.3 * noise + (0.0 if around_zero else 1.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                # As large as the differences between scores: some choices depend on it, others do not.
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -121,6 +247,7 @@ def transformers_config(config: ModelConfig) -> Any:
             bos_token_id=0,
             eos_token_id=0,
         )
+    assert config.rope is not None
     keys: dict[str, Any] = {
         "num_hidden_layers": config.layers,
         "hidden_size": config.hidden,
@@ -142,16 +269,74 @@ def transformers_config(config: ModelConfig) -> Any:
         case "mistral":
             return hf.MistralConfig(**keys, sliding_window=config.sliding_window)
         case "qwen2":
-            return hf.Qwen2Config(**keys)
+            if config.attention_pattern is None:
+                return hf.Qwen2Config(**keys)
+            return hf.Qwen2Config(
+                **keys, use_sliding_window=True, sliding_window=config.sliding_window, max_window_layers=1
+            )
+        case "gemma2" | "gemma3_text":
+            keys |= {
+                "pad_token_id": None,  # transformers gives the row of a padding token no gradient
+                "sliding_window": config.sliding_window,
+                "query_pre_attn_scalar": config.query_scalar or config.head_dim,
+                "final_logit_softcapping": config.logit_soft_cap,
+            }
+            if config.family == "gemma2":
+                return hf.Gemma2Config(**keys, attn_logit_softcapping=config.attention_soft_cap)
+            local = {"rope_type": "default", "rope_theta": config.rope.local_base or config.rope.base}
+            keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": local}
+            return hf.Gemma3TextConfig(**keys)
+        case "phi3":
+            keys["rope_parameters"]["partial_rotary_factor"] = config.rope.fraction
+            return hf.Phi3Config(**keys, sliding_window=config.sliding_window, pad_token_id=None)
+        case "nemotron":
+            keys["rope_parameters"]["partial_rotary_factor"] = config.rope.fraction
+            keys["norm_eps"] = keys.pop("rms_norm_eps")
+            return hf.NemotronConfig(**keys, initializer_range=config.init_std)
+        case "olmo2":
+            return hf.Olmo2Config(**keys, pad_token_id=None)
+        case "olmo3":
+            local = {"rope_type": "default", "rope_theta": config.rope.local_base or config.rope.base}
+            keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": local}
+            return hf.Olmo3Config(**keys, sliding_window=config.sliding_window, pad_token_id=None)
         case "qwen3":
             return hf.Qwen3Config(**keys)
     moe = config.moe
     assert moe is not None
     keys["num_experts_per_tok"] = moe.top_k
+    if config.family == "deepseek_v3":
+        return _deepseek_config(config, keys)
     if config.family == "mixtral":
         return hf.MixtralConfig(**keys, intermediate_size=moe.ffn, num_local_experts=moe.experts)
     return hf.Qwen3MoeConfig(
         **keys, moe_intermediate_size=moe.ffn, num_experts=moe.experts, norm_topk_prob=moe.normalize_top_k
+    )
+
+
+def _deepseek_config(config: ModelConfig, keys: dict[str, Any]) -> Any:
+    import transformers as hf
+
+    moe, mla = config.moe, config.mla
+    assert moe is not None
+    assert mla is not None
+    del keys["head_dim"]
+    return hf.DeepseekV3Config(
+        **keys,
+        moe_intermediate_size=moe.ffn,
+        n_routed_experts=moe.experts,
+        n_shared_experts=moe.shared_ffn // moe.ffn,
+        routed_scaling_factor=moe.scale,
+        n_group=moe.groups,
+        topk_group=moe.top_groups,
+        norm_topk_prob=moe.normalize_top_k,
+        first_k_dense_replace=moe.dense_first,
+        q_lora_rank=mla.query_rank,
+        kv_lora_rank=mla.kv_rank,
+        qk_nope_head_dim=mla.nope_dim,
+        qk_rope_head_dim=mla.rope_dim,
+        v_head_dim=mla.value_dim,
+        rope_interleave=mla.rope_interleaved,
+        num_mtp_layers=0,
     )
 
 
@@ -161,8 +346,16 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rope.scaling
     if scaling is not None:
         found |= {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling is not None and scaling.kind == "yarn":
+        found["original_max_position_embeddings"] = scaling.original_positions
+        found |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
     if scaling is not None and scaling.kind == "llama3":
         found["low_freq_factor"] = scaling.low_frequency_factor
         found["high_freq_factor"] = scaling.high_frequency_factor
         found["original_max_position_embeddings"] = scaling.original_positions
+    if scaling is not None and scaling.kind == "yarn":
+        found["original_max_position_embeddings"] = scaling.original_positions
+        for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            if getattr(scaling, key) is not None:
+                found[key] = getattr(scaling, key)
     return found

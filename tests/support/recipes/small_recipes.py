@@ -29,6 +29,59 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope": {"base": 10000.0},
         "moe": {"experts": 4, "top_k": 2, "ffn": 8, "shared_ffn": 12},
     },
+    # Norms after blocks, over all heads of a rank and its neighbours; a window in all layers but each fourth; YaRN.
+    "olmo3": {
+        "family": "olmo3",
+        **_SIZES,
+        "layers": 4,
+        "ffn": 24,
+        "rope": {"base": 1e4, "local_base": 1e4, "scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 8}},
+        "sliding_window": 5,
+        "attention_pattern": ["window", "window", "window", "full"],
+    },
+    # Norms before and after, two rotary tables, a stretched one among them, an embedding that is scaled and tied.
+    "gemma3": {
+        "family": "gemma3_text",
+        **_SIZES,
+        "ffn": 24,
+        "rope": {"base": 1e6, "local_base": 1e4, "scaling": {"kind": "linear", "factor": 8.0}},
+        "sliding_window": 5,
+        "attention_pattern": ["window", "full"],
+        "query_scalar": 6,
+    },
+    # Scores and logits that are bent.
+    "gemma2": {
+        "family": "gemma2",
+        **_SIZES,
+        "ffn": 24,
+        "rope": {"base": 1e4},
+        "sliding_window": 5,
+        "attention_pattern": ["window", "full"],
+        "attention_soft_cap": 0.5,
+        "logit_soft_cap": 1.0,
+    },
+    "phi3": {"family": "phi3", **_SIZES, "ffn": 24, "rope": {"base": 1e4, "fraction": 0.5}},
+    "nemotron": {"family": "nemotron", **_SIZES, "ffn": 24, "rope": {"base": 1e4, "fraction": 0.5}},
+}
+MODELS["latent"] = {
+    "family": "deepseek_v3",
+    **{key: value for key, value in _SIZES.items() if key not in ("kv_heads", "head_dim")},
+    "ffn": 24,
+    "rope": {"base": 100.0, "scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 8, "mscale_all_dim": 0.7}},
+    "mla": {"query_rank": 10, "kv_rank": 6, "nope_dim": 4, "rope_dim": 2, "value_dim": 3},
+    # One layer without experts, one with; a token visits two experts of two out of four groups.
+    "moe": {
+        "experts": 8,
+        "top_k": 2,
+        "ffn": 8,
+        "shared_ffn": 12,
+        "dense_first": 1,
+        "scale": 1.5,
+        "scores": "sigmoid",
+        "score_bias": True,
+        "groups": 4,
+        "top_groups": 2,
+    },
 }
 ALONE = "micro_batch=2"
 """The layout that others are held against: one process."""
@@ -46,6 +99,8 @@ def recipe_text(model: str) -> str:
     }
     if "moe" in MODELS[model]:
         train["moe"] = {"balance_loss": 0.01, "z_loss": 1e-3}
+    if "mla" in MODELS[model]:
+        train["moe"]["bias_update"] = 0.02  # so large that it changes choices within 20 steps
     body = {
         "trainshed": 1,
         "name": "proof",

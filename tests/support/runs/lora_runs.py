@@ -48,7 +48,9 @@ def write_base(model: str, folder: Path, seed: int = 7, **changes: Any) -> Path:
 
 def adapted_recipe(model: str, base: Path, lora: str, overrides: Sequence[str]) -> Recipe:
     """A small recipe that trains adapters on a base."""
-    return small_recipe(model, ["model.init=null", f"model.from={base}", f"train.lora={lora}", *overrides])
+    # Beside adapters the routers stay as they are.
+    still = ["train.moe.bias_update=null"] if "mla" in MODELS[model.removesuffix("-4")] and lora != "null" else []
+    return small_recipe(model, ["model.init=null", f"model.from={base}", f"train.lora={lora}", *still, *overrides])
 
 
 def train_adapters(

@@ -102,7 +102,7 @@ def fresh_chunk(
     """A whole decoder with fresh weights, wide enough that tokens differ in their scores."""
     chunk = build_decoder(config.model_copy(update={"init_std": config.hidden**-0.5}), dtype, device)
     chunk.to_empty(device=device)
-    held = dict(chunk.named_parameters())
+    held = dict(chunk.named_parameters()) | dict(chunk.named_buffers())
     for parameter in parameters(config):
         init_parameter(held[parameter.name].data, parameter, (0,) * len(parameter.shape), chunk.config, seed)
     return chunk

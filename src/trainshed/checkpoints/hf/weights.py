@@ -26,8 +26,9 @@ from trainshed.checkpoints.weights import box_ends, dtype_name, join_names
 from trainshed.errors import CorruptData, InputError, NoSuchName
 from trainshed.models.families import HF_FAMILIES, read_hf_config
 from trainshed.models.hf_tensors import HfTensor, RowMapping, hf_row_mappings, hf_tensors
-from trainshed.models.parameters import Parameter
+from trainshed.models.parameters import Parameter, parameter_count
 from trainshed.recipe import ModelConfig
+from trainshed.recipe.model import family_decoder
 from trainshed.storage import CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -178,6 +179,15 @@ def match_tensors(
     return {name: stored[name] for name in wanted}
 
 
+def _is_mtp_tensor(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor belongs to one of DeepSeek-V3's layers after the last, which transformers leaves out too."""
+    if family_decoder(config.family) != "deepseek_v3":
+        return False
+    prefix = HF_FAMILIES[config.family].names.layer.partition("{layer}")[0]
+    number = name.removeprefix(prefix).partition(".")[0]
+    return name.startswith(prefix) and number.isdecimal() and int(number) >= config.layers
+
+
 def _mismatch(wanted: HfTensor, stored: SafetensorsEntry) -> str | None:
     if stored.shape != wanted.shape:
         return f"`{stored.name}` is {list(stored.shape)}, not {list(wanted.shape)}"
@@ -213,6 +223,9 @@ class HfWeights:
         self.folder = folder
         self.config = read_folder_config(folder) if config is None else config
         stored = list_tensors(folder)
+        self.left_out = [name for name in stored if _is_mtp_tensor(self.config, name)]
+        """Tensors that are not read: of layers that predict more than the next token."""
+        stored = {name: tensor for name, tensor in stored.items() if name not in set(self.left_out)}
         self._tied_head = stored.pop(HEAD, None) if self.config.tied_embeddings else None
         self._tensors = match_tensors(self.config, stored, folder)
         self._open_files: dict[Path, int] = {}
@@ -235,8 +248,10 @@ class HfWeights:
 
     @property
     def dtypes(self) -> list[str]:
-        """The dtypes of the stored tensors, by torch's names."""
-        return sorted({SAFETENSORS_DTYPES[tensor.dtype] for tensor in self._tensors.values()})
+        """The dtypes of the stored weights, by torch's names."""
+        buffers = {tensor.name for tensor in hf_tensors(self.config) if tensor.buffer}
+        stored = (tensor.dtype for name, tensor in self._tensors.items() if name not in buffers)
+        return sorted({SAFETENSORS_DTYPES[dtype] for dtype in stored})
 
     @property
     def entries(self) -> Mapping[str, SafetensorsEntry]:
@@ -246,7 +261,7 @@ class HfWeights:
     @property
     def parameter_count(self) -> int:
         """The number of weights, tied ones counted once."""
-        return sum(math.prod(tensor.shape) for tensor in self._tensors.values())
+        return parameter_count(self.config)
 
     def read(
         self, parameter: Parameter, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype

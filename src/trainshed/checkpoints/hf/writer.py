@@ -21,7 +21,14 @@ import torch
 from trainshed.checkpoints.hf.companion_files import COMPANION_FILES, special_token_ids
 from trainshed.checkpoints.hf.weights import CONFIG, INDEX, SAFETENSORS_DTYPES, WEIGHTS
 from trainshed.checkpoints.io import BLOCK_BYTES, BufferPool, HashedFile, bytes_of, run_in_threads
-from trainshed.checkpoints.weights import AdvanceProgress, OutputFile, Weights, dtype_name, group_by_size
+from trainshed.checkpoints.weights import (
+    AdvanceProgress,
+    OutputFile,
+    Weights,
+    dtype_name,
+    group_by_size,
+    stored_dtype,
+)
 from trainshed.errors import InputError
 from trainshed.models.families import config_differences, read_hf_config, to_hf_config
 from trainshed.models.hf_tensors import HfTensor, RowMapping, hf_tensors
@@ -46,7 +53,7 @@ class _Shard:
 
 
 class HfWeightsWriter:
-    """Writes a model for transformers, in one dtype.
+    """Writes a model for transformers, in one dtype; what is no weight stays in float32, as in transformers.
 
     `companions` are files by name (`companion_files.py`): tokenizer, chat template and generation settings are copied
     unchanged. A config.json is kept if it describes the same architecture; only its dtype is set.
@@ -107,7 +114,8 @@ class HfWeightsWriter:
         dim = 1 if parameter.expert else 0
         split_dim, other_dim = (1, 0) if mappings[0].transposed else (dim, dim + 1)
         length = parameter.shape[split_dim]
-        row_bytes = math.prod(parameter.shape[other_dim : other_dim + 1]) * self._dtype.itemsize
+        dtype = stored_dtype(parameter, self._dtype)
+        row_bytes = math.prod(parameter.shape[other_dim : other_dim + 1]) * dtype.itemsize
         # Gate and up rows alternate: an even number keeps a box within one item of a native checkpoint.
         count = max(1, BLOCK_BYTES // row_bytes // 2 * 2)
         for expert in dict.fromkeys(mapping.expert for mapping in mappings):
@@ -129,7 +137,7 @@ class HfWeightsWriter:
         columns = parameter.shape[2 if parameter.expert else 1 :]
         offset, shape = (first, *(0 for _ in columns)), (last - first, *columns)
         if expert is None:
-            with source.borrow(parameter, offset, shape, self._dtype) as box:
+            with source.borrow(parameter, offset, shape, stored_dtype(parameter, self._dtype)) as box:
                 yield box
         else:
             with source.borrow(parameter, (expert, *offset), (1, *shape), self._dtype) as box:
@@ -149,8 +157,9 @@ class HfWeightsWriter:
         if len(self._shards) > 1:
             shards = self._shards.items()
             total = sum(math.prod(tensor.shape) for shard in self._shards.values() for tensor in shard.tensors)
+            bytes_in_all = sum(_tensor_bytes(tensor, self._dtype) for _, shard in shards for tensor in shard.tensors)
             index = {
-                "metadata": {"total_parameters": total, "total_size": total * self._dtype.itemsize},
+                "metadata": {"total_parameters": total, "total_size": bytes_in_all},
                 "weight_map": {tensor.name: name for name, shard in shards for tensor in shard.tensors},
             }
             _write_json(folder / INDEX, index)
@@ -159,6 +168,8 @@ class HfWeightsWriter:
             if name in COMPANION_FILES and name != CONFIG:
                 (folder / name).write_bytes(data)
         ids = {key: value for key, value in self._config_json.items() if key.endswith("_token_id")}
+        if ids.get("pad_token_id") is None:
+            ids.pop("pad_token_id", None)  # generation pads with the end of a text then
         if GENERATION_CONFIG not in self._companions and ids:
             # transformers itself saves this for a model without one.
             _write_json(folder / GENERATION_CONFIG, {"_from_model_config": True, **ids})
@@ -166,7 +177,7 @@ class HfWeightsWriter:
 
 def _shards(config: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> dict[str, _Shard]:
     """Return the shards by file name, filled one after the other in our order of tensors."""
-    groups = group_by_size(hf_tensors(config), lambda tensor: math.prod(tensor.shape) * dtype.itemsize, shard_bytes)
+    groups = group_by_size(hf_tensors(config), lambda tensor: _tensor_bytes(tensor, dtype), shard_bytes)
     if len(groups) == 1:
         return {WEIGHTS: _shard(groups[0], dtype)}
     stem = WEIGHTS.removesuffix(".safetensors")
@@ -176,16 +187,21 @@ def _shards(config: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> dict[s
     }
 
 
+def _tensor_bytes(tensor: HfTensor, dtype: torch.dtype) -> int:
+    return math.prod(tensor.shape) * stored_dtype(tensor, dtype).itemsize
+
+
 def _shard(tensors: list[HfTensor], dtype: torch.dtype) -> _Shard:
-    name = next((theirs for theirs, ours in SAFETENSORS_DTYPES.items() if getattr(torch, ours) == dtype), None)
-    if name is None:
+    names = {getattr(torch, ours): theirs for theirs, ours in SAFETENSORS_DTYPES.items()}
+    if dtype not in names:
         raise InputError(
             f"weights are not exported as {dtype}", hint=f"write one of {', '.join(SAFETENSORS_DTYPES.values())}"
         )
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
-        start, end = end, end + math.prod(tensor.shape) * dtype.itemsize
+        start, end = end, end + _tensor_bytes(tensor, dtype)
+        name = names[stored_dtype(tensor, dtype)]
         header[tensor.name] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
@@ -229,7 +245,7 @@ def _config_json(config: ModelConfig, dtype: torch.dtype, companions: Mapping[st
             named = [key for key in ("torch_dtype", "dtype") if key in kept] or ["torch_dtype"]
             return kept | dict.fromkeys(named, dtype_name(dtype))
     # Without these keys transformers would use the ids of the family's first models, which are wrong for any other.
-    written = to_hf_config(config) | {"bos_token_id": None, "eos_token_id": None}
+    written = to_hf_config(config) | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return written | special_token_ids(companions) | {"torch_dtype": dtype_name(dtype)}
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainshed.errors import InputError
 from trainshed.models.megatron_tensors import ExpertNaming, LayerSpec
 from trainshed.recipe import ModelConfig
-from trainshed.recipe.model import FIXED_BY_FAMILY
+from trainshed.recipe.model import FIXED_BY_FAMILY, Moe
 from trainshed.recipe.validation import validate
 from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 
@@ -107,7 +107,7 @@ def architecture_args(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_positions,
         "position_embedding_type": "rope" if rope else "learned_absolute",
         "rotary_base": int(rope.base) if rope else 10000,
-        "rotary_percent": 1.0,
+        "rotary_percent": rope.fraction if rope else 1.0,
         "rotary_interleaved": False,
         "rotary_seq_len_interpolation_factor": int(scaling.factor) if scaling and not llama3 else None,
         "use_rope_scaling": llama3,
@@ -194,7 +194,11 @@ def read_args(namespace: Namespace, where: str, vocab_size: int | None = None) -
         raise arg.error(f"`position_embedding_type: {positions}` is not known", "known: rope, learned_absolute")
     config["positions"] = "rope" if positions == "rope" else "learned"
     if positions == "rope":
-        config["rope"] = {"base": float(arg("rotary_base", 10000)), "scaling": _rope_scaling(arg)}
+        config["rope"] = {
+            "base": float(arg("rotary_base", 10000)),
+            "scaling": _rope_scaling(arg),
+            "fraction": float(arg("rotary_percent", 1.0)),
+        }
     experts = arg("num_experts", None)
     if experts:
         config["moe"] = _moe(arg, experts)
@@ -260,15 +264,19 @@ def _family(config: Mapping[str, Any], arg: _ArgsReader) -> str:
     family = arg(FAMILY_ARG, None)
     if family is not None:
         return family
+    plain = FIXED_BY_FAMILY["llama"]  # of keys that Megatron has no argument for
     fits = [
         family
         for family, fixed in FIXED_BY_FAMILY.items()
-        if all(config[key] == value for key, value in fixed.items()) and ("moe" in config) == _has_experts(family)
+        if all(config.get(key, plain[key]) == value for key, value in fixed.items())
+        and ("moe" in config) == _has_experts(family)
     ]
     if not fits:
-        shown = ", ".join(f"{key}: {str(config[key]).lower()}" for key in FIXED_BY_FAMILY["llama"])
+        shown = ", ".join(f"{key}: {str(config[key]).lower()}" for key in plain if key in config)
         raise arg.error(f"no family here is put together like this: {shown}", f"known: {', '.join(FIXED_BY_FAMILY)}")
-    # Llama and Mistral differ in one thing: in transformers only Mistral has a window.
+    # Llama, Phi-3 and Mistral differ in two things: only Phi-3 turns a part of each head, only Mistral has a window.
+    if "phi3" in fits and config["rope"]["fraction"] != 1.0:
+        return "phi3"
     return "mistral" if "mistral" in fits and config.get("sliding_window") else fits[0]
 
 
@@ -289,7 +297,6 @@ LLAMA3_ROPE_SCALING: dict[str, Any] = {
 # Arguments that change what is computed, with the values that our decoder implements. An argument that a version of
 # Megatron does not have counts as the first value.
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
-    "rotary_percent": (1.0,),
     "rotary_interleaved": (False,),
     "no_rope_freq": (None,),
     "squared_relu": (False,),
@@ -322,10 +329,35 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
+def parts_without_argument(config: ModelConfig) -> list[str]:
+    """Return the keys of an architecture, with their values, that no argument of Megatron's stands for."""
+    rope = config.rope
+    kind = rope.scaling.kind if rope is not None and rope.scaling is not None else None
+    named = {
+        f"norm_placement: {config.norm_placement}": config.norm_placement != "pre",
+        "zero_centered_norms: true": config.zero_centered_norms,
+        f"qk_norm_span: {config.qk_norm_span}": config.qk_norm_span != "head",
+        "scaled_embeddings: true": config.scaled_embeddings,
+        f"query_scalar: {config.query_scalar}": config.query_scalar is not None,
+        f"attention_soft_cap: {config.attention_soft_cap}": config.attention_soft_cap is not None,
+        f"logit_soft_cap: {config.logit_soft_cap}": config.logit_soft_cap is not None,
+        "attention_pattern": config.attention_pattern is not None,
+        "rope.local_base": rope is not None and rope.local_base is not None,
+        f"rope.scaling.kind: {kind}": kind == "yarn",
+    }
+    return [name for name, missing in named.items() if missing]
+
+
 def refuse_unsupported_config(config: ModelConfig) -> None:
     """Raise where Megatron has no argument for a part of an architecture."""
     scaling = config.rope.scaling if config.rope else None
     no_argument = "`{}` has no argument of Megatron's"
+    if unwritten := unwritten_parts(config):
+        raise _no_argument_for(", ".join(unwritten), "these parts of a model are not written for Megatron")
+    if missing := parts_without_argument(config):
+        raise _no_argument_for(
+            no_argument.format("`, `".join(missing)), f"the family {config.family} is not one that it builds from them"
+        )
     if config.gated and config.activation != "silu":
         raise _no_argument_for(
             no_argument.format(f"activation: {config.activation}, gated: true"), "only SwiGLU is gated there"
@@ -353,6 +385,19 @@ def refuse_unsupported_config(config: ModelConfig) -> None:
         raise _no_argument_for(
             no_argument.format("moe.top_k: 1, normalize_top_k: true"), "its router refuses one expert of weight 1"
         )
+
+
+def unwritten_parts(config: ModelConfig) -> list[str]:
+    """Return what an architecture has that nothing here writes in Megatron's words: keys of `model.config`."""
+    parts = [] if config.mla is None else ["`mla`"]
+    if config.rope is not None and config.rope.scaling is not None and config.rope.scaling.kind == "yarn":
+        parts.append("`rope.scaling.kind: yarn`")
+    if config.moe is not None:
+        usual = Moe(experts=1, top_k=1, ffn=1)
+        keys = ("scores", "score_bias", "groups", "scale", "dense_first")
+        changed = [key for key in keys if getattr(config.moe, key) != getattr(usual, key)]
+        parts += [f"`moe.{key}: {str(getattr(config.moe, key)).lower()}`" for key in changed]
+    return parts
 
 
 def _no_argument_for(what: str, hint: str) -> InputError:

@@ -45,6 +45,7 @@ from trainshed.checkpoints.weights import (
     box_ends,
     group_by_size,
     join_names,
+    stored_dtype,
 )
 from trainshed.errors import InputError
 from trainshed.models.parameters import Parameter, parameters
@@ -96,8 +97,9 @@ class NativeWeights:
 
     @property
     def dtypes(self) -> list[str]:
-        """The dtypes of the stored tensors, by torch's names."""
-        return sorted({tensor.dtype for tensor in self._tensors.values()})
+        """The dtypes of the stored weights, by torch's names."""
+        weights = [parameter.name for parameter in parameters(self.config) if not parameter.buffer]
+        return sorted({self._tensors[name].dtype for name in weights})
 
     def read(
         self, parameter: Parameter, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype
@@ -236,7 +238,7 @@ _RECORD_SUFFIX = ".part"  # beside a file: its contents, for the index that is w
 
 
 class NativeWeightsWriter:
-    """A checkpoint of weights in one dtype."""
+    """A checkpoint of weights in one dtype; what is no weight stays in float32."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, unit_bytes: int | None = None) -> None:
         if dtype not in DTYPES.values() or not dtype.is_floating_point:
@@ -264,7 +266,8 @@ class NativeWeightsWriter:
         with HashedFile(file) as hashed:
 
             def write_item(number: int, item: WriteItem) -> None:
-                with source.borrow(group[item.name], item.offset, item.sizes, self._dtype) as box:
+                dtype = stored_dtype(group[item.name], self._dtype)
+                with source.borrow(group[item.name], item.offset, item.sizes, dtype) as box:
                     data, hasher = bytes_of(box), Hasher()
                     head, tail = frame_item(item, zlib.crc32(data))
                     for part in (head, data, tail):
@@ -318,7 +321,7 @@ class NativeWeightsWriter:
             MODEL_PREFIX + parameter.name: TensorShard(
                 parameter.shape,
                 (0,) * len(parameter.shape),
-                torch.empty(parameter.shape, dtype=self._dtype, device="meta"),
+                torch.empty(parameter.shape, dtype=stored_dtype(parameter, self._dtype), device="meta"),
             )
             for parameter in group
         }

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from trainshed.checkpoints.io import bytes_of
-from trainshed.checkpoints.weights import Weights, dtype_name
+from trainshed.checkpoints.weights import Weights, dtype_name, stored_dtype
 from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
@@ -155,11 +155,12 @@ class _Pair:
     def differences(self, parameter: Parameter, box: Box) -> TensorDifference:
         """Compare one box; indices are those of the whole tensor."""
         offset, shape = box
+        common = stored_dtype(parameter, self.common)
         with (
-            self.a.borrow(parameter, offset, shape, self.cast or self.common) as first,
-            self.b.borrow(parameter, offset, shape, self.common) as two,
+            self.a.borrow(parameter, offset, shape, stored_dtype(parameter, self.cast or common)) as first,
+            self.b.borrow(parameter, offset, shape, common) as two,
         ):
-            one = first.to(self.common)
+            one = first.to(common)
             if _same_bits(one, two):
                 return TensorDifference(parameter.name, one.numel(), 0, 0.0, 0.0, offset)
             return self._difference(parameter, offset, one, two)
@@ -167,10 +168,10 @@ class _Pair:
     def _difference(
         self, parameter: Parameter, offset: tuple[int, ...], one: torch.Tensor, two: torch.Tensor
     ) -> TensorDifference:
-        bits = _BITS[self.common.itemsize]
+        bits = _BITS[one.itemsize]
         differ = one.view(bits) != two.view(bits)
         count = int(differ.sum())
-        wide = torch.promote_types(self.common, torch.float32)
+        wide = torch.promote_types(one.dtype, torch.float32)
         one, two = one[differ].to(wide), two[differ].to(wide)
         apart = (one - two).abs()
         largest = torch.maximum(one.abs(), two.abs())

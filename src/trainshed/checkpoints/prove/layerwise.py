@@ -25,14 +25,15 @@ from torch import nn
 from trainshed.checkpoints.hf.weights import SAFETENSORS_DTYPES, HfWeights
 from trainshed.checkpoints.prove.compare import boxes
 from trainshed.checkpoints.prove.probe import PROBE_TOKENS, LossProbe, probe_batch
-from trainshed.checkpoints.weights import Weights
+from trainshed.checkpoints.weights import Weights, stored_dtype
 from trainshed.errors import CorruptData, InputError
 from trainshed.models.attention import rotary_table
 from trainshed.models.collectives import ParallelAxes
-from trainshed.models.decoder import DecoderLayer, Regularization
+from trainshed.models.decoder import DecoderLayer, Regularization, cap_logits, scale_embedding
 from trainshed.models.families import HF_FAMILIES
 from trainshed.models.layers import Norm
 from trainshed.models.parameters import Parameter, layer_parameters, parameters
+from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
 
 LOGITS = "logits"
@@ -69,11 +70,7 @@ def layer_states(
     reader = _LayerReader(weights, dtype)
     table = {parameter.name: parameter for parameter in parameters(config) if parameter.layer is None}
     positions = torch.arange(length)
-    rotary = None
-    if config.positions == "rope":
-        cosine, sine = rotary_table(config, positions)
-        rotary = cosine[:, None, None], sine[:, None, None]
-    x = reader.rows(table["embedding.weight"], tokens.t())
+    x = scale_embedding(reader.rows(table["embedding.weight"], tokens.t()), config)
     if config.positions == "learned":
         x = x + reader.rows(table["positions.weight"], positions)[:, None]
     yield LayerState("embedding", x.transpose(0, 1))
@@ -82,7 +79,7 @@ def layer_states(
             block = DecoderLayer(config, ParallelAxes(), Regularization(), layer, "none")
         layer_table = {parameter.name: parameter for parameter in layer_parameters(config, layer)}
         reader.fill(block, f"layers.{layer}.", layer_table)
-        x, _ = block(x, rotary, None, None, positions)
+        x, _ = block(x, _rotary(config, layer, positions), None, None, positions)
         advance(1)
         if layer < config.layers - 1:
             yield LayerState(f"layer {layer}", x.transpose(0, 1))
@@ -92,7 +89,14 @@ def layer_states(
     x = norm(x)
     yield LayerState(f"layer {config.layers - 1}", x.transpose(0, 1))
     head = table["embedding.weight" if config.tied_embeddings else "head.weight"]
-    yield LayerState(LOGITS, reader.logits(head, x).transpose(0, 1))
+    yield LayerState(LOGITS, cap_logits(reader.logits(head, x), config).transpose(0, 1))
+
+
+def _rotary(config: ModelConfig, layer: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if config.positions != "rope":
+        return None
+    cosine, sine = rotary_table(config, positions, local=config.has_local_rope(layer))
+    return cosine[:, None, None], sine[:, None, None]
 
 
 def probe_loss(logits: torch.Tensor, vocab_size: int) -> float:
@@ -129,9 +133,10 @@ class _LayerReader:
     def fill(self, module: nn.Module, prefix: str, table: Mapping[str, Parameter]) -> None:
         """Load the weights of a module on the meta device."""
         state = {}
-        for name, _ in module.named_parameters():
+        for name, _ in (*module.named_parameters(), *module.named_buffers()):
             parameter = table[prefix + name]
-            state[name] = self._weights.read(parameter, (0,) * len(parameter.shape), parameter.shape, self._dtype)
+            dtype = stored_dtype(parameter, self._dtype)
+            state[name] = self._weights.read(parameter, (0,) * len(parameter.shape), parameter.shape, dtype)
         module.load_state_dict(state, assign=True)
 
     def rows(self, parameter: Parameter, ids: torch.Tensor) -> torch.Tensor:
@@ -165,7 +170,7 @@ class TransformersOracle:
     def __init__(self, weights: HfWeights, dtype: torch.dtype | None = None) -> None:
         self._weights, self._dtype = weights, dtype
         self._model = _build_meta_model(weights)
-        self._sources = {name: self._source(name) for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        self._sources = {name: self._source(name) for name, _ in _stored_tensors(self._model)}
 
     @property
     def unknown(self) -> list[str]:
@@ -180,7 +185,7 @@ class TransformersOracle:
         """
         for name, module in self._parts():
             module.register_forward_pre_hook(self._fill_hook(name))
-            module.register_forward_hook(_emptying_hook(dict(module.named_parameters())))
+            module.register_forward_hook(_emptying_hook(dict(_stored_tensors(module))))
             if self._is_layer(name):
                 module.register_forward_hook(lambda *_: advance(1))
         out = self._model(tokens, output_hidden_states=True, use_cache=False)
@@ -208,11 +213,12 @@ class TransformersOracle:
     def _fill_hook(self, prefix: str) -> Callable[..., None]:
         def fill(module: nn.Module, _: Any) -> None:
             state = {}
-            for name, _ in module.named_parameters():
+            for name, held in _stored_tensors(module):
                 source = self._sources[f"{prefix}.{name}"]
                 assert source is not None, "the caller has checked `unknown`"
                 tensor = source()
-                state[name] = (tensor if self._dtype is None else tensor.to(self._dtype)).float()
+                rounded = self._dtype is not None and isinstance(held, nn.Parameter)
+                state[name] = (tensor.to(self._dtype) if rounded else tensor).float()
             module.load_state_dict(state, strict=False, assign=True)
 
         return fill
@@ -285,10 +291,19 @@ def _build_meta_model(weights: HfWeights) -> nn.Module:
         if name.endswith("rotary_emb"):
             parent = model.get_submodule(name.rpartition(".")[0])
             setattr(parent, name.rpartition(".")[2], type(module)(config=config))
+        if hasattr(module, "scalar_embed_scale"):  # Gemma's embedding
+            module.embed_scale = torch.tensor(module.scalar_embed_scale)
     return model
 
 
-def _emptying_hook(nowhere: dict[str, nn.Parameter]) -> Callable[..., None]:
+def _stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that transformers saves of a module: its weights, and buffers that cannot be computed."""
+    yield from module.named_parameters(remove_duplicate=False)
+    saved = module.state_dict(keep_vars=True)
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
+
+
+def _emptying_hook(nowhere: dict[str, torch.Tensor]) -> Callable[..., None]:
     def empty(module: nn.Module, *_: Any) -> None:
         module.load_state_dict(nowhere, strict=False, assign=True)
 

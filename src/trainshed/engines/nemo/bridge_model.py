@@ -5,11 +5,12 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from trainshed.checkpoints.megatron.args import read_args
+from trainshed.checkpoints.megatron.args import parts_without_argument, read_args
 from trainshed.engines.importing import GPT2_VOCABULARY, ConfigImport, vocabulary_of_sizes
 from trainshed.engines.key_table import OMIT
 from trainshed.engines.launch import EngineTask
-from trainshed.recipe import to_plain
+from trainshed.errors import InputError
+from trainshed.recipe import ModelConfig, to_plain
 
 
 class SourceCode(str):
@@ -46,8 +47,14 @@ ARCHITECTURE = (
 
 
 def render_architecture(task: EngineTask) -> dict[str, Any]:
-    """Return the fields of the model's provider."""
+    """Return the fields of the model's provider, or refuse an architecture that these fields do not say."""
     config = task.config
+    if missing := [*parts_without_argument(config), *_missing_fields(config)]:
+        raise InputError(
+            f"Megatron-Bridge's provider cannot be told `{'`, `'.join(missing)}`",
+            where=task.recipe.where("model"),
+            hint="write `engine: torch`, or `model.from: hf://…`, which brings an architecture that the bridge knows",
+        )
     fields: dict[str, Any] = {
         "num_layers": config.layers,
         "hidden_size": config.hidden,
@@ -88,6 +95,12 @@ def render_architecture(task: EngineTask) -> dict[str, Any]:
             "moe_shared_expert_intermediate_size": moe.shared_ffn or None,
         }
     return {f"model.{key}": value for key, value in fields.items()}
+
+
+def _missing_fields(config: ModelConfig) -> list[str]:
+    fraction = 1.0 if config.rope is None else config.rope.fraction
+    activation = [] if config.activation in _ACTIVATIONS else [f"activation: {config.activation}"]
+    return [*activation, *([] if fraction == 1.0 else [f"rope.fraction: {fraction}"])]
 
 
 # Where Megatron-LM's arguments, which `read_args` reads, have other names than the fields of megatron-core.

@@ -363,6 +363,8 @@ HYDRA_TABLE = KeyTable(
         "train.optimizer.eps": "NeMo 24.07 does not hand an epsilon on: another than its own is refused",
         **dict.fromkeys(("model.config.sliding_window", "train.deterministic", "layout.replicate"), REFUSED),
         **dict.fromkeys(("layout.stages", "train.optimizer.states"), REFUSED),
+        **dict.fromkeys(("model.config.attention_pattern", "model.config.query_scalar"), REFUSED),
+        **dict.fromkeys(("model.config.attention_soft_cap", "model.config.logit_soft_cap"), REFUSED),
     },
 )
 # Given as overrides: they depend on where the job runs.

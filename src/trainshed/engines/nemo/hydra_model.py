@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainshed.catalog import model_preset, preset_names
+from trainshed.checkpoints.megatron.args import parts_without_argument
 from trainshed.engines.importing import GPT2_VOCABULARY, ConfigImport
 from trainshed.engines.key_table import KEEP, OMIT, WRITTEN_ANYWAY, KeyRow, follows, same, to_floats
 from trainshed.engines.launch import EngineTask
@@ -288,6 +289,9 @@ def architecture_problems(config: ModelConfig) -> Iterator[Problem]:
     ):
         if absent:
             yield Problem(("model",), f"NeMo 24.07 has no {what}", newer)
+    fraction = 1.0 if config.rope is None else config.rope.fraction
+    for part in [*parts_without_argument(config), *([] if fraction == 1.0 else [f"rope.fraction: {fraction}"])]:
+        yield Problem(("model",), f"NeMo 24.07 cannot be told `{part}`", "write engine: torch")
     if (config.activation, config.gated) not in _ACTIVATIONS:
         gate = "with" if config.gated else "without"
         yield Problem(("model",), f"NeMo 24.07 has no {config.activation} {gate} a gate", "write engine: megatron")

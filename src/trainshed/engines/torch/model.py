@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
@@ -48,7 +47,7 @@ class ParameterShard:
     """
 
     parameter: Parameter
-    tensor: nn.Parameter
+    tensor: torch.Tensor
     offset: tuple[int, ...]
     owner: bool
     partial_over_tp: bool
@@ -102,12 +101,16 @@ def collect_parameter_shards(
     table = {parameter.name: parameter for parameter in parameters(config)}
     if lora is not None:
         table |= {parameter.name: parameter for parameter in lora_parameters(config, lora, added)}
-    layout = mesh.layout
+    layout, coordinates = mesh.layout, mesh.coordinates
     shards: list[ParameterShard] = []
     for stage in stages:
-        for name, tensor in stage.named_parameters():
+        # Quantised weights are buffers too, and are listed by themselves.
+        buffers = ((name, tensor) for name, tensor in stage.named_buffers() if name in table)
+        for name, tensor in (*stage.named_parameters(), *buffers):
             parameter = table[name]
             offset, shape = model_parallel_box(parameter, mesh)
+            # Every rank of a pipeline stage has the whole of a buffer.
+            first_copy = not parameter.buffer or not (coordinates.dp or coordinates.cp)
             if isinstance(tensor, DTensor):
                 offset = _fsdp_offset(tensor, offset, shape)
             tied = config.tied_embeddings and layout.pp > 1 and name.startswith("embedding.")
@@ -124,8 +127,8 @@ def collect_parameter_shards(
                     parameter,
                     tensor,
                     offset,
-                    all(axis.rank == 0 for axis in replicas),
-                    whole_on_tp and layout.tp > 1,
+                    first_copy and all(axis.rank == 0 for axis in replicas),
+                    whole_on_tp and layout.tp > 1 and not parameter.buffer,
                     whole_on_etp and layout.etp > 1,
                     tied,
                     _gates_first_dim(stage, parameter),
@@ -201,6 +204,11 @@ class RankModel:
     quantized: list[QuantizedShard] = field(default_factory=list)
     added: AddedRows | None = None
     """The rows of the tokens that the run adds to those of its base."""
+
+    @property
+    def score_biases(self) -> list[ParameterShard]:
+        """The biases of routers that a run moves towards even load; none beside adapters, whose base stays as it is."""
+        return [shard for shard in self.frozen_shards if shard.parameter.buffer and self.lora is None]
 
     @property
     def sharded(self) -> bool:

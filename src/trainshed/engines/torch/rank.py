@@ -61,7 +61,7 @@ from trainshed.observe.events import EventWriter
 from trainshed.observe.exporters import ExportedRun, open_exporters
 from trainshed.observe.health import health_folder, read_hosts, write_rank_error
 from trainshed.recipe import to_plain
-from trainshed.recipe.train import Dpo, MoeLosses
+from trainshed.recipe.train import Dpo, MoeLosses, score_bias_update
 from trainshed.signals import StopSignals
 from trainshed.storage.attempts import Attempt, take_attempt
 
@@ -306,6 +306,7 @@ def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
         z_loss=train.z_loss,
         moe_balance=moe.balance_loss if moe else 0.0,
         moe_z=moe.z_loss if moe else 0.0,
+        moe_bias_update=score_bias_update(moe, job.config),
         dropout=train.dropout,
         seed=job.recipe.seed,
         token_loss=build_loss(train.loss),

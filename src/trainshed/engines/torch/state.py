@@ -49,7 +49,7 @@ from trainshed.storage.attempts import Attempt
 
 def state_tensors(model: RankModel, optimizer: RankOptimizer) -> dict[str, TensorShard]:
     """Return every tensor of the state under its global name; loading fills these tensors in place."""
-    shards = {shard.name: shard for shard in model.shards}
+    shards = {shard.name: shard for shard in (*model.shards, *model.score_biases)}
     tensors = {
         f"model.{name}": TensorShard(
             shard.parameter.shape, shard.offset, shard.local_tensor, shard.owner, shard.replicas

@@ -44,7 +44,7 @@ from trainshed.engines.torch.spikes import SPIKE_FIGURES, SpikeDetector
 from trainshed.engines.torch.weight_average import WeightAverage
 from trainshed.models.collectives import AxisGroup
 from trainshed.models.loss import IGNORE_INDEX, LOSS_TERMS, source_terms
-from trainshed.models.moe import ROUTER_LOSS_TERMS
+from trainshed.models.moe import ROUTER_LOSS_TERMS, update_score_bias
 from trainshed.models.preference_loss import PREFERENCE_FIGURES, count_pairs, document_slots, packed_documents
 
 SOURCE_TOKENS = "source_tokens_"
@@ -52,6 +52,9 @@ SOURCE_TOKENS = "source_tokens_"
 BATCH_COUNTS = ("learned_tokens", "pairs", "positions")
 """What is counted in a batch before its forward pass: labels, pairs of documents that are compared, and the sum of the
 positions of all tokens within their documents."""
+
+_EXPERT_LOAD = "expert_load"
+"""How many tokens of the global batch chose each expert of each layer [layers, E]."""
 
 
 class StepFigures:
@@ -63,6 +66,7 @@ class StepFigures:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._names: list[str] = []
+        self._tables: dict[str, torch.Tensor] = {}
         self._vector = torch.empty(0, dtype=torch.float64, device=device)
         self._parts: list[torch.Tensor] = []
 
@@ -71,6 +75,10 @@ class StepFigures:
         assert len(values) == len(names), f"{len(values)} values for {names}"
         self._names += names
         self._parts.append(values.double())
+
+    def add_table(self, name: str, values: torch.Tensor) -> None:
+        """Add this rank's part of a whole tensor, which is summed with the figures and read on the device alone."""
+        self._tables[name] = values
 
     def add_from_host(self, figures: Mapping[str, float]) -> None:
         """Add this rank's part of figures that the host knows, with one copy that nobody waits for."""
@@ -81,9 +89,13 @@ class StepFigures:
 
     def all_reduce(self, world_size: int) -> None:
         """Sum the figures over all ranks; from then on they can be read."""
-        self._vector = torch.cat(self._parts)
+        tables = [table.double().flatten() for table in self._tables.values()]
+        summed = torch.cat([*self._parts, *tables])
         if world_size > 1:
-            dist.all_reduce(self._vector)
+            dist.all_reduce(summed)
+        self._vector, *parts = summed.split([len(self._names), *(len(table) for table in tables)])
+        shaped = zip(self._tables.items(), parts, strict=True)
+        self._tables = {name: part.view_as(table) for (name, table), part in shaped}
 
     def add_summed(self, names: Sequence[str], values: torch.Tensor) -> None:
         """Add figures that follow from the summed ones, so that every rank has the same."""
@@ -93,6 +105,10 @@ class StepFigures:
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return one summed figure as a scalar on the device."""
         return self._vector[self._names.index(name)]
+
+    def table(self, name: str) -> torch.Tensor:
+        """Return a summed tensor."""
+        return self._tables[name]
 
     def copy_to_host(self) -> torch.Tensor:
         """Start to copy the vector to the host."""
@@ -284,9 +300,21 @@ class StepRunner:
         self.optimizer.step(lr, norm, skip)
         if self.average is not None:
             self.average.update(skip)
+        self._update_score_biases(figures, skip)
         for shard in self.model.shards:
             shard.tensor.grad = None
         return PendingMetrics(figures, self.model.loss_terms)
+
+    def _update_score_biases(self, figures: StepFigures, skip: torch.Tensor) -> None:
+        """Move the routers' biases by the load of the global batch; a skipped step moves nothing."""
+        rate = self.model.regularization.moe_bias_update
+        if not rate:
+            return
+        for shard in self.model.score_biases:
+            assert shard.parameter.layer is not None, "routers are in layers"
+            load = figures.table(_EXPERT_LOAD)[shard.parameter.layer]
+            # On every rank from the same sums: copies stay equal bit by bit.
+            update_score_bias(shard.local_tensor, load, (1.0 - skip) * rate)
 
     def evaluate(self, batch: LocalBatch, global_batch: int, labelled: int | None = None) -> EvaluationResult:
         """Return the loss of a batch: of its labelled tokens, or of its pairs.
@@ -348,6 +376,8 @@ class StepRunner:
         normalization.sequences.fill_(1.0 / global_batch)
         for stage in self.model.stages:
             stage.router_losses.zero_()
+            if stage.expert_load is not None:
+                stage.expert_load.zero_()
         return self.forward_backward.train(batch) if backward else self.forward_backward.evaluate(batch)
 
     def _all_reduce_figures(
@@ -364,6 +394,9 @@ class StepRunner:
         figures.add(("squared_grad_norm",), squared_norm[None])
         figures.add(self.model.regularization.output_terms, losses.double() * self._counts_loss)
         figures.add(ROUTER_LOSS_TERMS, router_losses)
+        loads = [stage.expert_load for stage in self.model.stages if stage.expert_load is not None]
+        if loads:
+            figures.add_table(_EXPERT_LOAD, torch.stack(loads).sum(0))
         if counts is not None:
             # Already summed over the ranks.
             figures.add(BATCH_COUNTS, counts / self.model.mesh.layout.world_size)

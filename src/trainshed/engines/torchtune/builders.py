@@ -67,7 +67,10 @@ _BUILDERS: dict[str, tuple[str, ...]] = {
     "qwen3-14b": ("qwen3_14b_base", "qwen3_14b_instruct"),
     "qwen3-32b": ("qwen3_32b",),
 }
-_COMPARED_KEYS = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab_size", "rope")
+_COMPARED_KEYS = (
+    *("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab_size", "rope"),
+    *("attention_pattern", "query_scalar", "attention_soft_cap", "logit_soft_cap"),
+)
 
 
 @dataclass(frozen=True)

@@ -375,6 +375,8 @@ def layer_activation_bytes(training: TrainingShape, layout: RankLayout, *, exper
         inner = constants.inner_bytes * gate * kept.inner * model.ffn / layout.tp
         width = model.ffn / layout.tp
     hidden = constants.hidden_bytes * kept.hidden * model.hidden / shared
+    # A norm after a block keeps, in bf16, what the block gave it; one before a block is in the constant.
+    hidden += 2 * (model.norms_per_layer - 2) * model.hidden / shared
     if layout.tp > 1:
         hidden += constants.scattered_bytes * model.hidden / shared
     if training.precision in LOW_PRECISIONS:

@@ -92,7 +92,8 @@ def _with_experts(row: PublishedRow, base: ModelShape, count: int) -> ModelShape
         return replace(base, head_dim=128, value_dim=128, qk_norm=True, experts=experts, ffn=0)
     if "gpt-oss" in name:
         biases = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
-        return replace(base, head_dim=64, value_dim=64, experts=experts, ffn=0, window=128, windowed_every=2, **biases)
+        alternating = {"window": 128, "window_pattern": (True, False)}
+        return replace(base, head_dim=64, value_dim=64, experts=experts, ffn=0, **alternating, **biases)
     if "deepseek" in name:
         shared = experts.ffn * (2 if "v2" in name else 1)
         return replace(
