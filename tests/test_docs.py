@@ -31,7 +31,12 @@ def blocks(page: Path, *languages: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    shown = [text for page in PAGES for block in blocks(page, "console", "sh", "") for text in COMMAND.findall(block)]
+    shown = [
+        text
+        for page in PAGES
+        for block in blocks(page, "console", "sh", "")
+        for text in COMMAND.findall(block.replace("\\\n", " "))
+    ]
     return sorted({text.split(" > ")[0].strip() for text in shown})
 
 

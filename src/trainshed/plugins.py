@@ -22,7 +22,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +163,7 @@ def source_hash(kind: str, name: str) -> str | None:
 
 @contextmanager
 def plugins_not_run() -> Iterator[None]:
-    """Read a recipe to look at it: its plugins are found and hashed, but not imported, and any name is taken."""
+    """Read a recipe to look at it: its plugins are not imported and may be missing, and any name is taken."""
     token = _UNCHECKED.set(True)
     try:
         yield
@@ -270,11 +270,19 @@ def load_plugins(
 
     A plugin whose source has changed since, or that lies elsewhere, is imported again in place of the old one.
     """
+    if not names_are_checked():
+        return tuple(_files_that_are_here(names, folder))
     sources = tuple(find_plugin(name, folder, where(number)) for number, name in enumerate(names))
-    if names_are_checked():
-        for number, source in enumerate(sources):
-            _load(source, where(number))
+    for number, source in enumerate(sources):
+        _load(source, where(number))
     return sources
+
+
+def _files_that_are_here(names: Sequence[str], folder: Path) -> Iterator[PluginSource]:
+    """Yield the plugins of a recipe that is only looked at: those of a run elsewhere are not here."""
+    for name in names:
+        with suppress(InputError):
+            yield find_plugin(name, folder)
 
 
 PLUGINS_VARIABLE = "TRAINSHED_PLUGINS"

@@ -184,7 +184,7 @@ def test_maxtext_says_how_many_devices_and_which_steps_its_profiler_slowed() -> 
     assert reader.facts.world_size == 8
 
 
-@pytest.mark.parametrize("name", sorted(file.name for file in DATA.iterdir()))
+@pytest.mark.parametrize("name", sorted(file.name for file in DATA.iterdir() if file.suffix != ".gz"))
 def test_every_event_that_is_read_is_in_the_schema(name: str) -> None:
     for event in read(name)[0]:
         values = {key: value for key, value in event.items() if key not in ("kind", "step", "time", "samples")}

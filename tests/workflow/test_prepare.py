@@ -60,7 +60,18 @@ def test_the_quickstart_runs_and_a_second_run_makes_nothing(tmp_path: Path) -> N
     again = subprocess.run([*command, "-o", "json"], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert everything(tmp_path) == made
     report = json.loads(again.stdout)
-    assert list(report) == ["schema", "name", "id", "folder", "steps", "tokenizer", "sources", "epochs", "training"]
+    assert list(report) == [
+        "schema",
+        "name",
+        "id",
+        "folder",
+        "steps",
+        "tokenizer",
+        "sources",
+        "epochs",
+        "training",
+        "next",
+    ]
     trained = report["training"]
     assert (trained["step"], trained["attempt"], trained["layout"]) == (3, 2, "one process")
     assert f"loss {trained['loss']:.4f}, validation loss {trained['validation_loss']:.4f}" in first.stdout

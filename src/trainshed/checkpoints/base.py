@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class BaseWeights:
     folder: Path
     files: Path
     manifest: Manifest
-    reused: bool = False
+    reused: bool = field(default=False, compare=False)
     """Whether fetching found them made and proven."""
 
     @classmethod

@@ -206,18 +206,12 @@ def record_submission(job: Job, submitted: SubmittedJob) -> str:
     """Remember what a scheduler took, and return the run's name as people write it."""
     from dataclasses import replace
 
-    from trainshed.engines.launch import losses_rank
     from trainshed.launch.submissions import record_submission
-    from trainshed.plugins import plugins_not_run
-    from trainshed.recipe import parse_recipe, to_yaml
-    from trainshed.run_folder import RECIPE_FILE
+    from trainshed.recipe import to_yaml
 
     name, id = job.run.rsplit("/", 2)[1:]
     train = job.stage("train")
-    with plugins_not_run():
-        recipe = parse_recipe(job.files[RECIPE_FILE])
-    rank = losses_rank(recipe, job.cluster.image, train.world_size)
-    kept = replace(submitted, ranks_per_node=train.ranks_per_node, losses_rank=rank)
+    kept = replace(submitted, ranks_per_node=train.ranks_per_node, losses_rank=job.losses_rank)
     record_submission(name, id, job.steps, kept, to_yaml(job.cluster), job.cluster.plugin_sources)
     return f"{name}/{id}"
 

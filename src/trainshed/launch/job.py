@@ -122,6 +122,8 @@ class Job:
     steps: int | None = None
     """None: only known once the data is prepared."""
     grace_seconds: int = 600
+    losses_rank: int = 0
+    """The rank of training that prints the losses."""
     notes: tuple[str, ...] = ()
     """What a person should know before this is submitted."""
 

@@ -19,7 +19,7 @@ import orjson
 
 import trainshed
 from trainshed.catalog.gpus import find_gpu
-from trainshed.engines.launch import EngineLaunch, EngineSite, EngineTask, build_launch, launcher_script
+from trainshed.engines.launch import EngineLaunch, EngineSite, EngineTask, build_launch, launcher_script, losses_rank
 from trainshed.engines.megatron.layout_args import uses_fsdp
 from trainshed.errors import InputError, RecipeError
 from trainshed.launch.attempt import PLAN_SCHEMA
@@ -119,6 +119,7 @@ def build_job(
         code=code or pack_code((*recipe.plugin_sources, *cluster.plugin_sources)),
         steps=model.steps,
         grace_seconds=grace,
+        losses_rank=losses_rank(resolved, cluster.image, job_file.stage("train").world_size),
         notes=(
             *planned.notes,
             *warnings,

@@ -44,6 +44,12 @@ def trained(folder: Path) -> list[dict[str, Any]]:
     return read_steps(LocalStore(folder), "")
 
 
+def resumed_after(folder: Path, attempt: int) -> list[int]:
+    """Return the step after which an attempt went on, once it has."""
+    events = read_events(LocalStore(folder), "", attempt=attempt)
+    return [event["step"] for event in events if event["kind"] == "resume"]
+
+
 def kill_agent(run: SlurmRun, node: str) -> None:
     """End an agent so that it can tell nobody, and its ranks with it."""
     agents = run.slurm.processes(node, run.id(), "trainshed agent train")
@@ -84,13 +90,11 @@ def test_a_run_that_is_asked_to_save_and_then_loses_a_node_ends_as_if_nothing_ha
     run.until_saved()
     # What Slurm does before the time limit.
     run.slurm.run("scancel", "--signal=USR1", run.id())
-    run.until(lambda: (run.folder / "logs" / "attempt-0002").exists(), "the second attempt")
-    assert run.states()["train"].state == "running"
-    stopped = len(trained(run.folder))
-    assert 10 <= stopped < 40
-    run.until(lambda: len(trained(run.folder)) > stopped, "another step")
+    run.until(lambda: resumed_after(run.folder, 2), "the second attempt to go on")
     second = hosts(run, 2)[1]
-    kill_agent(run, second)
+    kill_agent(run, second)  # at once: it has only so many steps to do
+    (stopped,) = resumed_after(run.folder, 2)
+    assert 10 <= stopped < 40
     state = run.wait()
     assert (state.state, state.restarts, state.exit_code) == ("done", 2, 0), run.all_logs()
     assert figures(trained(run.folder)) == figures(undisturbed)

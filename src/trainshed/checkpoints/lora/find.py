@@ -61,10 +61,10 @@ def with_rows_of(
 ) -> Weights:
     """Return a base with rows for the tokens that an adapter adds to it; the base itself where it has them."""
     rows = base.config.vocab_size
-    checkpoint = None
     if open_folder(address, options).head(ADAPTER_CONFIG) is None:
         checkpoint = find_adapter_checkpoint(address, options)
-    if checkpoint is not None:
+        if checkpoint is None:
+            return base  # no adapter at all: `open_adapter` says so
         added = AdapterSpec.read(checkpoint.manifest.spec, address).added
         return base if added is None or added.stop <= rows else GrownWeights(base, added)
     tokens = LoraAdapterConfig.read(local_adapter(address, downloads, options, reporter)).trained_tokens
