@@ -313,7 +313,7 @@ CHANGES = {
     "train.z_loss": Change("train.z_loss=1e-4"),
     "train.moe.balance_loss": Change("train.moe={balance_loss: 0.5}", EXPERTS),
     "train.moe.z_loss": Change("train.moe={z_loss: 0.5}", EXPERTS),
-    "train.moe.bias_update": Change("train.moe={bias_update: 0.5}", "model.preset=moonlight-16b-a3b"),
+    "train.moe.bias_update": Change("train.moe={bias_update: 0.5}", EXPERTS),
     "train.dropout": Change("train.dropout=0.1"),
     "train.non_finite": Change("train.non_finite=skip"),
     "train.deterministic": Change("train.deterministic=true"),

@@ -230,7 +230,7 @@ class Moe(Section):
             )
         elif self.groups > 1 and self.experts // self.groups < 2:
             yield Problem(("groups",), "a group is chosen by its two best experts, and has only one", "write fewer")
-        elif self.top_k > self.top_groups * (self.experts // self.groups):
+        elif self.groups > 1 and self.top_k > self.top_groups * (self.experts // self.groups):
             yield Problem(
                 ("top_k",),
                 f"{self.top_k} is more than the {self.top_groups * (self.experts // self.groups)} experts of "
