@@ -164,7 +164,8 @@ def nearest_key(kind: type[BaseModel], path: KeyPath) -> KeyPath | None:
     name, parent = str(path[-1]), path[:-1]
     wanted = name.lower().replace("-", "_")
     here = sibling_keys(kind, parent)
-    everywhere = [known for known in known_keys(kind) if ELEMENT not in known or known[: len(parent)] == parent]
+    in_reach = [known for known in known_keys(kind) if ELEMENT not in known or known[: len(parent)] == parent]
+    everywhere = sorted(in_reach, key=lambda known: ELEMENT in known)  # a key of a list is rarely the one that is meant
     close = difflib.get_close_matches(wanted, here, n=1, cutoff=0.8)
     if close:
         return (*parent, close[0])
