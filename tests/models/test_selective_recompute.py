@@ -18,7 +18,7 @@ from trainshed.models.collectives import ParallelAxes
 from trainshed.models.decoder import DecoderLayer, Regularization, selective_checkpoint_contexts
 from trainshed.models.layers import Linear
 from trainshed.recipe import ModelConfig
-from trainshed.recipe.schema import Recompute
+from trainshed.recipe.layout import Recompute
 
 CONFIG = ModelConfig.model_validate(
     {
