@@ -134,9 +134,8 @@ def test_skipped_samples_are_left_out(tokens, tmp_path):
 def test_validation_has_a_share_or_a_source_of_its_own(tokens, tmp_path):
     split = {"split": {"train": 0.8, "validation": 0.2}}
     orders = orders_of(recipe_of(data=split), tokens, tmp_path)
-    assert orders.validation is not None
     parts = []
-    for order in (orders.train, orders.validation):
+    for order in (orders.train, *orders.validations.values()):
         (dataset,) = order.sources
         rows = dataset.read(np.arange(dataset.epoch_samples)).tokens
         parts.append(set(rows.reshape(-1).tolist()) - {0})
@@ -147,10 +146,10 @@ def test_validation_has_a_share_or_a_source_of_its_own(tokens, tmp_path):
     assert orders.steps == -(-orders.train.sources[0].epoch_samples // BATCH)
     own = RunTokens(tokens.sources, source_of(tmp_path, SECOND_LENGTHS, "validation"))
     other = orders_of(recipe_of(data={"validation": {"tokens": "v", "batches": 2}}), own, tmp_path)
-    assert other.validation is not None
-    assert other.validation.sources[0].index.documents == len(SECOND_LENGTHS)
-    assert other.validation.batch(1).learned is not None
-    assert orders_of(recipe_of(data=split), tokens, tmp_path, build=False).validation is not None
+    (validation,) = other.validations.values()
+    assert validation.sources[0].index.documents == len(SECOND_LENGTHS)
+    assert validation.batch(1).learned is not None
+    assert orders_of(recipe_of(data=split), tokens, tmp_path, build=False).validations
 
 
 def test_preference_pairs_are_packed_as_pairs(tokens, tmp_path):

@@ -80,7 +80,7 @@ def test_positions_count_from_the_beginning_of_a_document() -> None:
 @pytest.mark.parametrize("cp", [AxisGroup(), AxisGroup(2, 0), AxisGroup(2, 1)])
 def test_blocks_hold_what_the_plain_mask_holds(cp: AxisGroup, window: int | None) -> None:
     starts = starts_of([[300, 12, 700, 12], [1, 127, 128, 512, 256], [1024]])
-    plain = document_masks(starts, cp, window, 16)
+    plain = document_masks(starts, cp, window, blocks=False)
     for mask, (begin, end) in zip(plain, _parts(cp, 1024), strict=True):
         assert isinstance(mask, torch.Tensor)
         first_key = mask[:, 0].to(torch.int8).argmax(-1)

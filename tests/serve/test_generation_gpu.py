@@ -99,7 +99,7 @@ def test_many_answers_at_once_are_those_of_one_pass_in_full_precision(name: str,
         assert generator._runner.uses_graphs is (not eager and name != "capped")
         answers = [begin(generator, prompt, **GREEDY) for prompt in prompts]
         found = [answer.wait() for answer in answers]
-        assert bool(generator._runner._graphs) is not eager
+        assert bool(generator._runner._graphs) is (not eager and name != "capped")
     reference = on(chunk, torch.bfloat16 if name == "experts" else torch.float32, GPU)
     for prompt, answer in zip(prompts, found, strict=True):
         apart = errors(reference, prompt, answer)

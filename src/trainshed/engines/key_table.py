@@ -176,6 +176,7 @@ COMMON_UNSAID: Mapping[str, str] = {
     "train.optimizer.name": "there is one, AdamW, and another is refused",
     **dict.fromkeys((f"train.optimizer.{key}" for key in ("decoupled", "muon", "groups")), REFUSED),
     **dict.fromkeys(("train.spikes", "train.ema"), REFUSED),
+    **dict.fromkeys(("model.config.mla", "train.moe.bias_update"), REFUSED),
     "plugins": "they extend the stages that run before and after the engine",
     **dict.fromkeys(("train.optimizer.options", "train.loss.name", "train.loss.options", "observe.exporters"), REFUSED),
     "budgets": "where the engine has a limit it stands for several of them, and is rendered as the longest",

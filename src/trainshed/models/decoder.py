@@ -508,14 +508,17 @@ class DecoderStage(nn.Module):
     def _masks(self, rows: int, document_starts: torch.Tensor | None) -> _WindowMasks:
         """Return the masks of each window that a layer of this stage has; none where kernels do without."""
         rules = {layer: attention_rule(self.config, layer) for layer in self.spec.layers}
+        changed_scores = any(rule.needs_scores for rule in rules.values())
+        blocks = has_block_attention(self.spec.device, self.config.head_dim)
+        if changed_scores and self.spec.dtype not in (torch.bfloat16, torch.float16):
+            blocks = False  # on an H200, PyTorch 2.11 has no FlexAttention that changes scores in float32
         if document_starts is None:
-            needed = any(rule.needs_scores for rule in rules.values())
-            if not needed or not has_block_attention(self.spec.device, self.config.head_dim):
+            if not changed_scores or not blocks:
                 return {}
             # Only FlexAttention changes scores without holding all of them, and it takes a mask.
             document_starts = torch.zeros(rows, self.spec.sequence_length, dtype=torch.int64, device=self.spec.device)
         return {
-            window: document_masks(document_starts, self.axes.cp, window, head_dim=self.config.head_dim)
+            window: document_masks(document_starts, self.axes.cp, window, blocks=blocks)
             for window in {rule.window for rule in rules.values()}
         }
 

@@ -42,27 +42,28 @@ def has_block_attention(device: torch.device, head_dim: int) -> bool:
 
 
 def document_masks(
-    document_starts: torch.Tensor, cp: AxisGroup, window: int | None, head_dim: int
+    document_starts: torch.Tensor, cp: AxisGroup, window: int | None, *, blocks: bool
 ) -> tuple[AttentionMask, ...]:
     """Return one mask for each contiguous part of this rank's queries: one, or with context parallel two.
 
-    The parts are those of `context_parallel_positions`. The keys of a part are all columns up to its last query.
+    The parts are those of `context_parallel_positions`. The keys of a part are all columns up to its last query. With
+    `blocks` a mask is one for FlexAttention (`has_block_attention`).
     """
     length = document_starts.shape[1]
     if cp.size == 1:
-        return (_mask(document_starts, 0, length, window, head_dim),)
+        return (_mask(document_starts, 0, length, window, blocks),)
     part = length // (2 * cp.size)
     numbers = (cp.rank, 2 * cp.size - 1 - cp.rank)
-    return tuple(_mask(document_starts, number * part, (number + 1) * part, window, head_dim) for number in numbers)
+    return tuple(_mask(document_starts, number * part, (number + 1) * part, window, blocks) for number in numbers)
 
 
-def _mask(document_starts: torch.Tensor, begin: int, end: int, window: int | None, head_dim: int) -> AttentionMask:
+def _mask(document_starts: torch.Tensor, begin: int, end: int, window: int | None, blocks: bool) -> AttentionMask:
     """Return the mask of the queries in columns [begin, end) over the keys in columns [0, end)."""
     columns = torch.arange(begin, end, device=document_starts.device)
     first_key = document_starts[:, begin:end]
     if window is not None:
         first_key = torch.maximum(first_key, columns - (window - 1))
-    if has_block_attention(document_starts.device, head_dim):
+    if blocks:
         return _block_mask(first_key.contiguous(), begin, end)
     keys = torch.arange(end, device=document_starts.device)
     return ((keys >= first_key[..., None]) & (keys <= columns[:, None]))[:, None]

@@ -174,7 +174,7 @@ BROKEN = {
     "a missing shard": (lose_a_shard, CorruptData, "model-00002-of-00005.safetensors: is named by the index and not"),
     "a truncated file": (truncate, CorruptData, "is cut short: 5000 bytes"),
     "a dtype nobody reads": (lambda s: change_tensors(s, **{NORM: torch.ones(32).byte()}), InputError, "is U8"),
-    "an unknown family": (lambda s: change_config(s, model_type="bert"), InputError, '"bert"` is no family'),
+    "an unknown family": (lambda s: change_config(s, model_type="bert"), InputError, '"bert"` is not a family here'),
     "a tensor left over": (lambda s: change_tensors(s, x=torch.ones(1)), InputError, "x left over"),
     "a tensor missing": (lambda s: change_tensors(s, **{NORM: None}), InputError, f"{NORM} missing"),
     "nothing at all": (lambda s: shutil.rmtree(s), NotFound, "there are no weights that anyone here can read"),

@@ -149,7 +149,10 @@ def test_documents_are_kept_apart_as_on_a_cpu(family: str, recompute: str) -> No
 def test_blocks_attend_as_the_plain_mask_does(cp: AxisGroup, window: int | None, soft_cap: float | None) -> None:
     generator, rule = torch.Generator().manual_seed(0), AttentionRule(window, 0.2, soft_cap)
     starts = torch.where(torch.rand(2, 1024, generator=generator) < 1 / 100, torch.arange(1024), 0).cummax(1).values
-    plain, blocks = document_masks(starts, cp, window, 64), document_masks(starts.cuda(), cp, window, 64)
+    plain, blocks = (
+        document_masks(starts, cp, window, blocks=False),
+        document_masks(starts.cuda(), cp, window, blocks=True),
+    )
     for mask, block_mask in zip(plain, blocks, strict=True):
         assert isinstance(mask, torch.Tensor)
         shapes = [(mask.shape[-2], 2, 8, 64), (mask.shape[-1], 2, 2, 64), (mask.shape[-1], 2, 2, 64)]

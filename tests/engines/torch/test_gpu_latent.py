@@ -11,7 +11,7 @@ from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.parallel import single_rank_mesh
 from trainshed.engines.torch.step import StepMetrics, StepRunner
 from trainshed.engines.torch.weights import init_model
-from trainshed.models.attention import causal_attention
+from trainshed.models.attention import AttentionRule, causal_attention
 from trainshed.models.decoder import Regularization
 from trainshed.plan.layout import resolve_layout
 from trainshed.recipe import Layout, ModelConfig
@@ -93,7 +93,7 @@ def test_values_narrower_than_keys_attend_as_on_a_cpu(queries: int) -> None:
     shapes = [(queries, 2, 4, 192), (512, 2, 4, 192), (512, 2, 4, 128)]
     here = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     there = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in here]
-    expected, got = causal_attention(*here, None), causal_attention(*there, None)
+    expected, got = causal_attention(*here, AttentionRule()), causal_attention(*there, AttentionRule())
     expected.square().sum().backward()
     got.float().square().sum().backward()
     torch.testing.assert_close(got.float().cpu(), expected, rtol=3e-2, atol=3e-2)

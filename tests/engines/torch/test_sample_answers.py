@@ -71,7 +71,8 @@ def test_answers_are_the_likeliest_tokens_of_the_weights_at_that_step(
     assert [answer["prompt"] for answer in answers[-1][1]] == list(PROMPTS.texts)
     file = json.loads((tmp_path / "answers" / "step-00000004.json").read_text())
     assert (file["schema"], file["step"], file["answers"]) == ("trainshed.answers/1", 4, answers[-1][1])
-    assert {ended for _, ended in expected} == {True, False}
+    if model == "dense":
+        assert {ended for _, ended in expected} == {True, False}
     assert len({tuple(tokens) for tokens, _ in expected}) > 3, "answers that are all the same prove little"
 
 

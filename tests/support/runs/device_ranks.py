@@ -66,7 +66,7 @@ class DeviceRun:
 
     def _train(self) -> list[tuple[float, float]]:
         layout = resolve_layout(Layout.model_validate(parse_layout(self.layout)), self.config)
-        mesh = build_mesh(layout, torch.device(self.device))
+        mesh = build_mesh(layout, torch.device(self.device), self.config)
         model = build_model(
             self.config,
             mesh,

@@ -136,7 +136,7 @@ def train_counting_stages(folder: Path, model: str, layout: str, overrides: Sequ
         if event["kind"] == "step":
             frozen = gc.get_freeze_count()
             gc.unfreeze()  # only then they are listed
-            counts.append(sum(type(each) is PipelineStage for each in gc.get_objects()))
+            counts.append(sum(issubclass(type(each), PipelineStage) for each in gc.get_objects()))
             if frozen:
                 gc.freeze()
 

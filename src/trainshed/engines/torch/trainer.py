@@ -372,7 +372,7 @@ class Trainer:
         )
         min_delta = 0.0 if early_stop is None else early_stop.min_delta
         self.record = (self.record or ValidationRecord()).after(self.step, loss, min_delta=min_delta)
-        prompted = next((name for name, one_set in sets.items() if one_set.prompts is not None), None)
+        prompted = next((name for name, one_set in sets.items() if one_set.prompts is not None), first)
         if self.answers is not None and prompted in results:
             with self._validated_weights():
                 self.answers.run(self.step, lambda: self.watchdog.heartbeat(self.step, "validation"))
