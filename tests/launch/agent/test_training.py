@@ -184,11 +184,17 @@ def test_the_devices_of_all_nodes_are_events_of_the_run(agents: Start, tmp_path:
     def alarms() -> list[dict[str, Any]]:
         return [event for event in read_events(LocalStore(job.run), "") if event["kind"] == "alarm"]
 
+    def whole() -> list[dict[str, Any]]:
+        """What was read while both nodes were there."""
+        devices = [event for event in read_events(LocalStore(job.run), "") if event["kind"] == "devices"]
+        return [event for event in devices if None not in event["temperature_celsius"]]
+
     wait_for(lambda: {event["name"] for event in alarms()} == {"throttling", "gpu_error"}, "two alarms")
+    wait_for(whole, "figures of both nodes")
     for agent in job.agents.values():
         agent.send_signal(signal.SIGTERM)
     job.ends()
-    devices = [event for event in read_events(LocalStore(job.run), "") if event["kind"] == "devices"]
+    devices = whole()
     assert devices[-1]["temperature_celsius"] == [91, 91]
     assert devices[-1]["memory_gib"] == [1.0, 1.0]
     assert devices[-1]["power_watts"] == [None, None]
