@@ -470,8 +470,8 @@ def test_code_is_cut_into_pieces_and_more_than_config_maps_carry_is_refused() ->
     maps = [each for each in all_objects(render(job_of("eks-p5", code=code))) if "binaryData" in each]
     assert len(maps) == 4
     assert all(len(next(iter(each["binaryData"].values()))) < 256 * 1024 for each in maps)
-    with pytest.raises(InputError, match="the code has 1024 KiB, and ConfigMaps carry 900 at most") as caught:
-        render(job_of("eks-p5", code=CodeArchive("code.tar.xz", "ab" * 32, bytes(1024 * 1024), "0.1.0")))
+    with pytest.raises(InputError, match="the code has 5120 KiB, and ConfigMaps carry 4096 at most") as caught:
+        render(job_of("eks-p5", code=CodeArchive("code.tar.xz", "ab" * 32, bytes(5 * 1024 * 1024), "0.1.0")))
     assert "trainshed image build" in (caught.value.hint or "")
 
 
