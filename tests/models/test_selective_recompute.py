@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from trainshed.engines.torch.float8 import convert_to_float8
 from trainshed.models import attention
-from trainshed.models.attention import causal_attention, supports_flash
+from trainshed.models.attention import AttentionRule, causal_attention, supports_flash
 from trainshed.models.collectives import ParallelAxes
-from trainshed.models.decoder import DecoderLayer, Regularization, selective_checkpoint_contexts
+from trainshed.models.decoder import DecoderLayer, Regularization
 from trainshed.models.layers import Linear
+from trainshed.models.recompute import selective_checkpoint_contexts
 from trainshed.recipe import ModelConfig
 from trainshed.recipe.layout import Recompute
 
@@ -90,7 +91,7 @@ def test_attention_with_a_window_or_over_gathered_keys_is_kept(
     monkeypatch.setattr(attention, "supports_flash", lambda *_: True)
     inputs = meta_inputs(queries)
     with CountedOps() as ops:
-        attend = partial(causal_attention, window=window)
+        attend = partial(causal_attention, rule=AttentionRule(window))
         out = checkpoint(attend, *inputs, use_reentrant=False, context_fn=selective_checkpoint_contexts)
         out.sum().backward()
     assert ops.counts["aten._flash_attention_forward.default"] == 1

@@ -20,7 +20,7 @@ from trainshed.recipe import Cluster, load_cluster, load_recipe
 from trainshed.recipe.load import shipped_recipes
 from trainshed.shipped import shipped_folder
 from trainshed.workflow.layout import plan_on_cluster, planned_model
-from trainshed.workflow.prepare import resolve
+from trainshed.workflow.resolve import resolve
 from trainshed.workflow.submit import build_job
 
 RECIPES = sorted(shipped_recipes())

@@ -12,11 +12,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 
-from trainshed.catalog.models import architecture
 from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
 from trainshed.checkpoints.prove.verdict import read_verdict, refuse_failed_verdict
 from trainshed.data.artefacts import DataArtefacts
@@ -41,8 +40,7 @@ from trainshed.models.families import read_hf_config
 from trainshed.models.parameters import AddedRows
 from trainshed.observe.stages import UNRECORDED, StageRecorder
 from trainshed.recipe import Cluster, ModelConfig, Recipe, fit_problems, load_cluster, load_recipe, run_id, to_yaml
-from trainshed.recipe.data import Source, SourceKeys, ValidationSource
-from trainshed.recipe.phases import TrainPhase
+from trainshed.recipe.data import SourceKeys
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
 from trainshed.reporting import SILENT, Reporter
@@ -50,9 +48,9 @@ from trainshed.run_folder import ANSWERS_TOKENIZER, PREPARED_FILE, RECIPE_FILE, 
 from trainshed.storage import LocalStore, Store, StoreOptions, join, open_store, parse
 from trainshed.storage.attempts import newest_attempt
 from trainshed.storage.manifest import MANIFEST
+from trainshed.workflow.resolve import resolve
 from trainshed.workflow.runnable import check_runnable
 
-AnySource = TypeVar("AnySource", bound=SourceKeys)
 PREPARED_SCHEMA = "trainshed.prepared/2"
 """Since 2 the sources say what their token files were; older ones are read as well, and those without `steps`."""
 
@@ -90,59 +88,6 @@ class PreparedRun:
         """The architecture; the recipe holds that of the base, which may have fewer rows."""
         assert self.recipe.model.config is not None, "preparing writes it out"
         return self.recipe.model.config if self.added is None else self.added.grown(self.recipe.model.config)
-
-
-def resolve(recipe: Recipe, options: StoreOptions | None = None, *, pin: bool = True) -> Recipe:
-    """Write out what the recipe names: the preset's architecture, and the commit of every Hub address.
-
-    With `pin=False` the Hub is not asked and its addresses stay as they are.
-    """
-    config = architecture(recipe)
-    model = recipe.model
-    if config is not None:
-        model = model.model_copy(update={"config": config, "preset": None})
-    if not pin:
-        return recipe.model_copy(update={"model": model})
-    if model.from_:
-        model = model.model_copy(update={"from_": _pinned(model.from_, options)})
-    tokenizer = _pinned(recipe.tokenizer, options) if isinstance(recipe.tokenizer, str) else recipe.tokenizer
-    written = recipe.data
-    validation: ValidationSource | dict[str, ValidationSource] | None = written.validation and _pinned_source(
-        written.validation, options
-    )
-    if written.named_validations:
-        validation = {name: _pinned_source(source, options) for name, source in written.named_validations.items()}
-    data = written.model_copy(update={"train": _pinned_sources(written.train, options), "validation_": validation})
-    sections: dict[str, Any] = {"model": model, "tokenizer": tokenizer, "data": data}
-    if recipe.train.phases is not None:
-        phases = tuple(_pinned_phase(phase, options) for phase in recipe.train.phases)
-        sections["train"] = recipe.train.model_copy(update={"phases": phases})
-    return recipe.model_copy(update=sections)
-
-
-def _pinned_phase(phase: TrainPhase, options: StoreOptions | None) -> TrainPhase:
-    if phase.data is None:
-        return phase
-    data = phase.data.model_copy(update={"train": _pinned_sources(phase.data.train, options)})
-    return phase.model_copy(update={"data": data})
-
-
-def _pinned_sources(sources: Sequence[Source], options: StoreOptions | None) -> tuple[Source, ...]:
-    return tuple(_pinned_source(source, options) for source in sources)
-
-
-def _pinned_source(source: AnySource, options: StoreOptions | None) -> AnySource:
-    if not source.path:
-        return source
-    return source.model_copy(update={"path": tuple(_pinned(path, options) for path in source.path)})
-
-
-def _pinned(address: str, options: StoreOptions | None) -> str:
-    """A Hub address with its commit; any other address as it is."""
-    if not address.startswith("hf://"):
-        return address
-    store, path = open_store(parse(address), options)
-    return join(store.url, path)
 
 
 def prepare_run(

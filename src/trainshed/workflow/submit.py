@@ -34,7 +34,8 @@ from trainshed.recipe.registered import registered_class
 from trainshed.recipe.yaml_io import dotted_key
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_address
 from trainshed.workflow.layout import PlannedRun, check_node_count, plan_on_cluster, planned_model
-from trainshed.workflow.prepare import check_fit_before_submit, resolve, store_options
+from trainshed.workflow.prepare import check_fit_before_submit, store_options
+from trainshed.workflow.resolve import resolve
 from trainshed.workflow.runnable import (
     check_adapters,
     check_groups,

@@ -17,7 +17,7 @@ from trainshed.engines.torchtune.dataset import split_text
 from trainshed.engines.torchtune.keys import TORCHTUNE_KEYS, TORCHTUNE_TABLE
 from trainshed.errors import InputError
 from trainshed.recipe.data import SAMPLE_COLUMNS
-from trainshed.recipe.train import lora_projections
+from trainshed.recipe.train import LATENT_PROJECTIONS, lora_projections
 
 SHAREGPT = {"messages": "conversations", "role": "from", "content": "value"}
 FORMS: list[dict[str, Any]] = [
@@ -97,11 +97,11 @@ def told_parts(flat: dict[str, Any]) -> Any:
 
 
 def told_targets(flat: dict[str, Any]) -> Any:
-    """The projections that get an adapter; `all-linear` names experts too, which these models do not have."""
+    """The projections that get an adapter; groups name those of experts and latent attention too, absent here."""
     targets = flat.get("train.lora.targets")
     if targets is None:
         return None
-    return sorted({name for target in targets for name in lora_projections(target)} - {"experts"})
+    return sorted({name for target in targets for name in lora_projections(target)} - {"experts", *LATENT_PROJECTIONS})
 
 
 ANY = {
