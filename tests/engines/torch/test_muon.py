@@ -174,6 +174,7 @@ LAYOUTS = [
     ("moe", "tp=2,etp=2,micro_batch=4"),
 ]
 MORE = [
+    ("latent", "tp=2,dp=2,ep=2,micro_batch=4"),
     ("dense", "dp=2,micro_batch=2"),
     ("dense", "dp=2,shard=none,micro_batch=2"),
     ("dense", "dp=2,shard=zero2,micro_batch=2"),

@@ -132,6 +132,19 @@ def test_the_average_is_exported_and_proven_and_never_written_over_the_weights(
         convert_weights(str(folder), str(tmp_path / "ema"), TargetFormat("hf"), dtype="fp32")
 
 
+def test_biases_of_routers_are_exported_with_the_average_as_they_are(small_runs: SmallRuns, tmp_path: Path) -> None:
+    folder = small_runs.new_folder()
+    small_runs.train(
+        folder, "latent", ALONE, EMA, "train.precision=fp32", "train.steps=3", "model.config.moe.shared_ffn=16"
+    )
+    made = convert_weights(str(folder), str(tmp_path / "ema"), TargetFormat("hf"), dtype="fp32", averaged=True)
+    assert made.verdict.passed
+    exported, stored = load_file(tmp_path / "ema" / "model.safetensors"), state(folder, 3)
+    (bias,) = [name for name in stored if "bias" in name][:1]
+    theirs = [exported[name] for name in sorted(exported) if name.endswith("e_score_correction_bias")]
+    assert any(torch.equal(one.float(), stored[bias].float()) for one in theirs)
+
+
 def test_a_run_without_an_average_has_none_to_export(small_runs: SmallRuns, tmp_path: Path) -> None:
     folder = small_runs.new_folder()
     small_runs.train(folder, "dense", ALONE, "train.steps=1")

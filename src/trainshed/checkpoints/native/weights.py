@@ -79,7 +79,8 @@ class NativeWeights:
         self._store = store
         self.config = read_checkpoint_config(store, self.checkpoint) if config is None else config
         where = join(store.url, self.checkpoint.path)
-        names = [name for name in self.checkpoint.facts["tensors"] if name.startswith(prefix)]
+        buffers = {f"{MODEL_PREFIX}{one.name}" for one in parameters(self.config) if one.buffer}
+        names = [name for name in self.checkpoint.facts["tensors"] if name.startswith(prefix) or name in buffers]
         self._tensors = _match_tensors(self.config, read_index(store, self.checkpoint, names), where, prefix)
         self._items = _ItemCache(store, self.checkpoint)
         self._buffers = BufferPool()
@@ -211,6 +212,10 @@ def _match_tensors(
     if not names and prefix == EMA_PREFIX:
         raise InputError("the checkpoint holds no averaged weights", where=where, hint="train with `train.ema`")
     tensors = {name.removeprefix(prefix): stored[name] for name in names}
+    for parameter in wanted.values():
+        # No average is made of a buffer, which no optimizer moves.
+        if parameter.buffer and f"{MODEL_PREFIX}{parameter.name}" in stored:
+            tensors[parameter.name] = stored[f"{MODEL_PREFIX}{parameter.name}"]
     problems = list(_mismatches(wanted, tensors))
     if problems:
         raise InputError(
