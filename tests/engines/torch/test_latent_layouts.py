@@ -15,17 +15,17 @@ PLAIN_QUERIES = "model.config.mla.query_rank=null"
 FOUR_LAYERS = "model.config.layers=4"
 SAVED = ("checkpoint.every=10", "train.steps=20")
 SAMPLED: list[tuple[str, tuple[str, ...]]] = [
-    ("tp=2,micro_batch=4", ()),
     ("tp=2,micro_batch=4", (PLAIN_QUERIES,)),
     ("pp=2,micro_batch=2", ()),
-    ("cp=2,micro_batch=4", ()),
-    ("dp=2,ep=2,micro_batch=2", ()),
     ("dp=2,shard=full,micro_batch=2", ()),
     ("tp=2,cp=2,ep=2,micro_batch=4", ()),
-    ("tp=2,ep=2,recompute=selective,micro_batch=4", ()),
 ]
 MORE: list[tuple[str, tuple[str, ...]]] = [
     ("micro_batch=1", ()),
+    ("tp=2,micro_batch=4", ()),
+    ("cp=2,micro_batch=4", ()),
+    ("dp=2,ep=2,micro_batch=2", ()),
+    ("tp=2,ep=2,recompute=selective,micro_batch=4", ()),
     ("micro_batch=4,recompute=full", ()),
     ("dp=2,shard=none,micro_batch=4", ()),
     ("dp=2,shard=zero2,micro_batch=2", ()),

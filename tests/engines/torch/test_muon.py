@@ -170,10 +170,10 @@ LAYOUTS = [
     ("dense", "tp=2,micro_batch=4"),
     ("dense", "dp=2,shard=full,micro_batch=2"),
     ("dense", "pp=2,dp=2,micro_batch=2"),
-    ("moe", "dp=2,ep=2,micro_batch=4"),
     ("moe", "tp=2,etp=2,micro_batch=4"),
 ]
 MORE = [
+    ("moe", "dp=2,ep=2,micro_batch=4"),
     ("latent", "tp=2,dp=2,ep=2,micro_batch=4"),
     ("dense", "dp=2,micro_batch=2"),
     ("dense", "dp=2,shard=none,micro_batch=2"),
