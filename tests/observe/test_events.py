@@ -375,7 +375,9 @@ def test_a_segment_that_grows_through_a_mount_is_read_on(tmp_path: Path) -> None
     follower = BucketEventFollower(bucket, RUN, list_seconds=0.0)
     put_segment(bucket, 1, 1, "a")
     assert texts(follower.poll()) == ["a"]
-    put_segment(bucket, 1, 1, "a", "b")
+    segment = f"{RUN}/events/attempt-0001/000001.jsonl"
+    second = encode_event("note", None, {"text": "b"}, attempt=1, rank=0)
+    LocalStore(bucket._root).put(segment, LocalStore(bucket._root).read(segment) + second)
     found = [text for _ in range(2) for text in texts(follower.poll())]
     assert found == ["b"]
 
