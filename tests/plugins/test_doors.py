@@ -193,6 +193,7 @@ def test_code_without_plugins_is_packed_as_before() -> None:
         assert {name.partition("/")[0] for name in packed.getnames()} == {"trainshed"}
 
 
+@pytest.mark.full
 def test_verify_checks_a_layout_with_a_registered_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_plugged(tmp_path, "smooth_loss")
     words = ["verify", str(file), "train.loss={name: smooth, options: {z: 0.01}}", "--layout", "tp=2", "--steps", "2"]

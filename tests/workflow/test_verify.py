@@ -112,6 +112,7 @@ MUON_KEYS = (
 )
 
 
+@pytest.mark.full
 def test_a_layout_is_checked_with_muon_groups_spikes_and_averages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,6 +187,7 @@ def test_an_architecture_is_read_beside_weights_that_are_not_fetched(
     assert "tp: 7 does not divide the 2 key/value heads" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_adapters_on_a_layout_are_checked_without_their_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -151,6 +151,7 @@ def test_the_whole_line_runs_and_a_gang_that_loses_a_pod_starts_again_and_ends(
     assert runner.server.objects[driver]["status"]["conditions"][0]["type"] == "Complete", runner.logs()
 
 
+@pytest.mark.full
 def test_a_plain_job_that_loses_a_pod_is_made_anew_by_the_driver_and_ends(runner: PodRunner, tmp_path: Path) -> None:
     for group in ("jobset.x-k8s.io/v1alpha2", "kueue.x-k8s.io/v1beta1"):
         del runner.server.kinds[f"/apis/{group}"]  # a cluster with nothing installed

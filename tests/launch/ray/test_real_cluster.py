@@ -234,6 +234,7 @@ def test_a_stopped_job_saves_and_goes_on_by_curl_until_more_actors_are_killed_th
     assert until(lambda: not rank_processes(job), "the ranks to be gone")
 
 
+@pytest.mark.full
 def test_a_lost_first_node_ends_the_start_and_the_next_one_goes_on(tmp_path: Path, cluster: Cluster) -> None:
     job = training(tmp_path, cluster, "train.steps=1000000", restarts=1)
     target = RayTarget(cluster)
