@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 # PyTorch is loaded, and for the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from support.missing_parts import missing_part, session_folder
 from support.servers.s3_server import S3Server, missing_binaries, shared_server
 from trainshed import plugins
 
@@ -30,6 +31,32 @@ for ignorable in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
 settings.register_profile("trainshed", deadline=None)
 settings.load_profile("trainshed")
 
+_FIRST_ROOMS = ("recipe", "catalog", "plan")
+_LONG_ROOMS = ("workflow", "engines/torch", "launch/agent", "plugins")
+_LONG_MARKERS = {"full", "ray", "s3", "slurm"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the tests so that the first minute says most, and that no long one is left for the end.
+
+    First what is quick and about everything: files, pages, shipped recipes, plans. Then what trains or needs a real
+    server, while there is still other work for a second process. Then the rest, which is short. Tests of one file stay
+    together, as they share fixtures.
+    """
+    folder = Path(__file__).parent
+    files = {item.path: item.path.relative_to(folder).as_posix() for item in items}
+    long_files = {item.path for item in items if _LONG_MARKERS & {marker.name for marker in item.iter_markers()}}
+
+    def turn(item: pytest.Item) -> int:
+        file = files[item.path]
+        if item.path in long_files or file.startswith(tuple(f"{room}/" for room in _LONG_ROOMS)):
+            return 1
+        is_first = "/" not in file or file.startswith(tuple(f"{room}/" for room in _FIRST_ROOMS))
+        return 0 if is_first else 2
+
+    items.sort(key=turn)
+
+
 _STORE_VARIABLES = ("AWS_", "BUCKET_STORAGE_", "GOOGLE_", "STORAGE_EMULATOR", "AZURE_", "HF_", "HUGGING_FACE")
 
 
@@ -38,15 +65,10 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A Ceph RADOS gateway; `radosgw ceph-mon ceph-osd ceph-mgr` from apt."""
     missing = missing_binaries()
     if missing:
-        message = (
+        missing_part(
             f"no S3 server: {', '.join(missing)} not installed (apt-get install radosgw ceph-mon ceph-osd ceph-mgr)"
         )
-        if os.environ.get("TRAINSHED_REQUIRE_ALL") == "1":
-            pytest.fail(message)
-        pytest.skip(message)
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    with shared_server(shared / "s3") as server:
+    with shared_server(session_folder(tmp_path_factory) / "s3") as server:
         yield server
 
 

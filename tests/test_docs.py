@@ -15,14 +15,14 @@ from trainshed.cli import build_app, run_cli
 from trainshed.recipe import parse_recipe
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "AGENTS.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "AGENTS.md", *(ROOT / "docs").rglob("*.md")])
 COMMAND = re.compile(r"^(?:\$ )?(trainshed [^#\n]+)", re.MULTILINE)
 FENCED = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 # A command inside a sentence: up to where its backticks, its line or its half of the sentence end.
 NAMED = re.compile(r"(?<![\w./@:-])trainshed ([a-z](?:(?!  )[^`\n;…|])*)")
 FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z-]+|-[a-z])(?![\w-])")
-NOT_A_COMMAND = {"tokens/s"}
-"""A column of a table."""
+NOT_A_COMMAND = {"as", "tokens/s"}
+"""Of `import trainshed as ts`, and a column of a table."""
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 
 
@@ -51,6 +51,14 @@ def test_a_command_that_is_shown_parses(command: str) -> None:
     app.parse_args(tokens, exit_on_error=False, print_error=False)
 
 
+MADE = re.findall(r"\$\(BIN\)/(trainshed .+)", (ROOT / "Makefile").read_text())
+
+
+@pytest.mark.parametrize("command", MADE)
+def test_a_command_of_the_makefile_parses(command: str) -> None:
+    build_app().parse_args(shlex.split(command)[1:], exit_on_error=False, print_error=False)
+
+
 def string_literals(source: str) -> Iterator[str]:
     """Every text in a Python file, its messages and docstrings among them; what an f-string fills in is left open."""
     for node in ast.walk(ast.parse(source)):
@@ -64,7 +72,7 @@ def named_commands() -> list[tuple[str, str]]:
     """Every command that a message, a note, a hint, a shipped file or a page names, and where."""
     source = {file: list(string_literals(file.read_text())) for file in (ROOT / "src").rglob("*.py")}
     shipped = [*(ROOT / "recipes").rglob("*.*"), *(ROOT / "clusters").glob("*.yaml"), *(ROOT / "src").rglob("*.yaml")]
-    source |= {file: [file.read_text()] for file in (*PAGES, *shipped)}
+    source |= {file: [file.read_text()] for file in (*PAGES, *shipped, ROOT / "Makefile")}
     return sorted(
         {
             (text.strip(), str(file.relative_to(ROOT)))
@@ -114,7 +122,25 @@ def test_what_a_tunnel_is_offered_to_exists(capsys: pytest.CaptureFixture[str]) 
 
 def test_the_recipes_of_the_readme_load() -> None:
     names = [parse_recipe(recipe).name for recipe in blocks(ROOT / "README.md", "yaml")]
-    assert names == ["llama3-8b-tech", "my-chats"]
+    assert names == ["llama3-8b-tech"]
+
+
+SUBMITTED = re.findall(r"^\$ trainshed submit (recipe\.yaml [^#\n]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("arguments", SUBMITTED)
+def test_the_recipe_of_the_readme_is_rendered_for_every_target_it_names(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(blocks(ROOT / "README.md", "yaml")[0])
+    assert run_cli(["render", *shlex.split(arguments), "--offline"]) == 0
+    assert "llama3-8b-tech" in capsys.readouterr().out
+
+
+def test_the_recipe_of_the_fine_tuning_page_loads() -> None:
+    recipe = parse_recipe(blocks(ROOT / "docs" / "finetuning.md", "yaml")[0])
+    assert (recipe.name, recipe.train.mode) == ("my-chats", "finetune")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -7,7 +7,10 @@ import threading
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
-    from trainshed.cli import run_cli
+    try:
+        from trainshed.cli import run_cli
+    except KeyboardInterrupt:  # Ctrl-C before anything has begun
+        sys.exit(130)
 
     code = run_cli(sys.argv[1:])
     others = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]

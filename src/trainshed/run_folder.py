@@ -9,7 +9,8 @@
     events/attempt-0001/000001.jsonl           the truth; `rank-00003.jsonl` is what a failed rank had in memory;
                                                `attempt-0000/` has the stages before and after training
     logs/attempt-0001/rank-00000.log           what a rank printed; `logs/<stage>/` for stages on CPUs
-    health/attempt-0001/                       flight records and errors of ranks, hosts, preflight
+    health/attempt-0001/                       flight records and errors of ranks, hosts, preflight;
+                                               `health/image.json` is what the first stage saw of the image
     profile/attempt-0001/                      traces, their summaries, memory snapshots (`engines/torch/profiler.py`)
     checkpoints/step-00000100/, latest, best   the state; `checkpoints-megatron/` is Megatron's own
     answers/step-00000100.json                 answers to `data.validation.prompts`; `tokenizer.json` decodes them
@@ -19,7 +20,14 @@
     exported/wandb.json                        the last step that an experiment tracker was sent
     notified.json                              when somebody was last told of what (`notify`)
     export/                                    exported weights
+    evaluations/step-00000100/<what>-<hash>/   evaluation.json and its manifest: the scores of a checkpoint
+    evaluating/step-00000100/                  a checkpoint that is held until it is evaluated
     report.html                                the page of the run in one file, written when it ends
+
+<store>/sweeps/<name>/<id>/
+    sweep.json                                 the runs of a sweep, how they stand and their figures
+    report.html                                its table and plots in one file
+    logs/<id>.log                              what `trainshed run` wrote of each run on this machine
 
 Names are relative POSIX strings. They serve a `Path` (`folder / name`), a store (`store.read(name)`) and a script
 (`f"{run}/{name}"`). What is inside a file is known where its type is: `data/tokens/token_source.py`,
@@ -42,6 +50,7 @@ PLANS = "plans"
 EVENTS = "events"
 LOGS = "logs"
 HEALTH = "health"
+IMAGE_CHECKS = f"{HEALTH}/image.json"
 PROFILE = "profile"
 CHECKPOINTS = "checkpoints"
 ANSWERS = "answers"
@@ -56,12 +65,15 @@ WANDB = "wandb"
 EXPORTED = "exported"
 NOTIFIED_FILE = "notified.json"
 EXPORT = "export"
+EVALUATIONS = "evaluations"
+EVALUATING = "evaluating"
 REPORT = "report.html"
+SWEEP_FILE = "sweep.json"
 
 WITHOUT_REFERENCES = frozenset(
     {
         *(ATTEMPTS, EVENTS, LOGS, HEALTH, PROFILE, CHECKPOINTS, ANSWERS, MEGATRON_CHECKPOINTS, STARTS, TENSORBOARD),
-        *(DLLOGGER, WANDB, EXPORTED),
+        *(DLLOGGER, WANDB, EXPORTED, EVALUATIONS, EVALUATING),
     }
 )
 """Folders in which no file names an artefact that the run needs."""
@@ -78,6 +90,21 @@ def run_address(store: str, name: str, id: str) -> str:
 def run_path(store: Path, name: str, id: str) -> Path:
     """Return the folder of a run in a store on a disk."""
     return store / "runs" / name / id
+
+
+def sweep_address(store: str, name: str, id: str) -> str:
+    """Return the folder of a sweep in a store, as a text."""
+    return f"{store}/sweeps/{name}/{id}"
+
+
+def sweeps_in(store: Path) -> list[Path]:
+    """Return the folders of the sweeps in a store on a disk."""
+    return sorted(file.parent for file in (store / "sweeps").glob(f"*/*/{SWEEP_FILE}"))
+
+
+def sweep_log(id: str) -> str:
+    """Return the file with what `trainshed run` wrote of a run, by the run's id."""
+    return f"{LOGS}/{id}.log"
 
 
 def store_of(run: Path) -> Path:
@@ -143,6 +170,16 @@ def answers_file(step: int) -> str:
     return f"{ANSWERS}/{step_name(step)}.json"
 
 
+def evaluations_folder(step: int) -> str:
+    """Return the folder with the scores of the checkpoint of a step."""
+    return f"{EVALUATIONS}/{step_name(step)}"
+
+
+def held_checkpoint(step: int) -> str:
+    """Return where a checkpoint is held until it is evaluated."""
+    return f"{EVALUATING}/{step_name(step)}"
+
+
 def plan_file(attempt: int) -> str:
     """Return the file with the layout of an attempt."""
     return f"{PLANS}/{attempt_name(attempt)}.json"
@@ -156,11 +193,6 @@ def attempt_folder(part: str, attempt: int) -> str:
 def rank_log(attempt: int, rank: int) -> str:
     """Return the log of a rank."""
     return f"{attempt_folder(LOGS, attempt)}/{rank_name(rank)}.log"
-
-
-def node_log(attempt: int, node: int) -> str:
-    """Return the log of all ranks of a node, which the launcher of a foreign engine writes."""
-    return f"{attempt_folder(LOGS, attempt)}/{node_name(node)}.log"
 
 
 def preflight_folder(attempt: int) -> str:

@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Self
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+def known_signals(*names: str) -> tuple[signal.Signals, ...]:
+    """Return those of some signals that this system has: Windows knows few."""
+    return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
+
+
+STOP_SIGNALS = known_signals("SIGTERM", "SIGUSR1", "SIGINT")
 """The signals that ask a job to save and end. Ranks vote in this order."""
 
 

@@ -29,6 +29,10 @@ ONE_PER_FAMILY = [
     "gemma3-27b",
     "phi4",
     "minitron-4b",
+    "gpt-oss-20b",
+    "gpt-oss-120b",
+    "llama4-scout",
+    "llama4-maverick",
 ]
 PROMISED = {
     "gpt": ("125m", "375m", "857m", "1.3b", "13b", "30b", "175b"),
@@ -48,6 +52,8 @@ PROMISED = {
     "gemma3": ("1b", "4b", "12b", "27b"),
     "deepseek": ("v3",),
     "moonlight": ("16b-a3b",),
+    "gpt-oss": ("20b", "120b"),
+    "llama4": ("scout", "maverick"),
 }
 
 
@@ -56,6 +62,8 @@ def count_weights(config: ModelConfig) -> int:
     attention = config.hidden * (query + 2 * key) + query * config.hidden
     attention += config.qkv_bias * (query + 2 * key) + config.output_bias * config.hidden
     attention += config.qk_norm * (query + key if config.family.startswith("olmo") else 2 * config.head_dim)
+    if config.family == "gpt_oss":
+        attention += config.heads
     if (mla := config.mla) is not None:
         per_head, rank = mla.nope_dim + mla.rope_dim, mla.query_rank
         queries = config.heads * per_head * (rank or config.hidden) + (config.hidden + 1) * (rank or 0)
@@ -65,12 +73,15 @@ def count_weights(config: ModelConfig) -> int:
     norm = config.hidden * (2 if config.norm == "layer" else 1)
     inputs = 2 if config.gated else 1
     first = 0
+    dense = 0 if config.moe is None else config.moe.dense_first + (config.layers // 2 if config.moe.every == 2 else 0)
     if config.moe is not None:
-        if config.moe.dense_first:
+        if dense:
             assert config.ffn is not None
-            first = config.moe.dense_first * (inputs + 1) * config.hidden * config.ffn
+            first = dense * (inputs + 1) * config.hidden * config.ffn
         width = config.moe.experts * config.moe.ffn + config.moe.shared_ffn
         block = (inputs + 1) * config.hidden * width + config.hidden * config.moe.experts
+        if config.family == "gpt_oss":
+            block += config.moe.experts * (1 + inputs * config.moe.ffn + config.hidden)
     else:
         assert config.ffn is not None
         block = (inputs + 1) * config.hidden * config.ffn
@@ -79,8 +90,7 @@ def count_weights(config: ModelConfig) -> int:
     if config.positions == "learned":
         embedding += config.max_positions * config.hidden
     norms = 4 if config.family.startswith("gemma") else 2
-    with_block = config.layers - (config.moe.dense_first if config.moe is not None else 0)
-    return embedding + config.layers * (attention + norms * norm) + with_block * block + first + norm
+    return embedding + config.layers * (attention + norms * norm) + (config.layers - dense) * block + first + norm
 
 
 def hugging_face_config(config: ModelConfig) -> object:
@@ -130,6 +140,15 @@ def hugging_face_config(config: ModelConfig) -> object:
             q_lora_rank=mla.query_rank, kv_lora_rank=mla.kv_rank, qk_nope_head_dim=mla.nope_dim,
             qk_rope_head_dim=mla.rope_dim, v_head_dim=mla.value_dim,
         )  # fmt: skip
+    if config.family == "llama4_text":
+        return hf.Llama4TextConfig(
+            **common, **experts, intermediate_size=config.moe.ffn, intermediate_size_mlp=config.ffn or 16384,
+            num_local_experts=config.moe.experts, interleave_moe_layer_step=config.moe.every,
+        )  # fmt: skip
+    if config.family == "gpt_oss":
+        return hf.GptOssConfig(
+            **common, **experts, intermediate_size=config.moe.ffn, num_local_experts=config.moe.experts
+        )
     if config.family == "mixtral":
         return hf.MixtralConfig(
             **common, **experts, intermediate_size=config.moe.ffn, num_local_experts=config.moe.experts

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter, save
 
-from trainshed.checkpoints.foreign import find_damage, list_foreign
+from trainshed.checkpoints.foreign import find_damage, list_foreign, newest_torchtune
 from trainshed.cli import run_cli
 
 
@@ -102,18 +102,33 @@ def test_megatrons_are_pruned_and_the_newest_stays(run: Path, capsys: pytest.Cap
     assert run_cli(["checkpoints", str(run), "--prune", "--keep", "0"]) == 2
 
 
-def test_torchtunes_are_listed_and_proven_and_not_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def save_torchtune(folder: Path, name: str, *, adapter: bool = False) -> Path:
+    """Weights as torchtune leaves them; the state of the run lies elsewhere, or nowhere for the last of a run."""
+    path = folder / name
+    path.mkdir(parents=True)
+    file = "adapter_model.safetensors" if adapter else "model-00001-of-00001.safetensors"
+    save_file({"weight": torch.ones(64)}, path / file)
+    if adapter:
+        (path / "adapter_config.json").write_text('{"r": 2}')
+    else:
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": file}}))
+    return path
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_torchtunes_are_listed_and_proven_and_not_pruned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], adapter: bool
+) -> None:
+    """The last weights of a run have no state beside them, and were called unfinished for it."""
     for number in (0, 1):
-        path = tmp_path / "checkpoints" / f"epoch_{number}"
-        path.mkdir(parents=True)
-        save_file({"weight": torch.ones(64)}, path / "model-00001-of-00001.safetensors")
-        torch.save({"seed": 1}, path / "recipe_state.pt")
+        save_torchtune(tmp_path / "checkpoints", f"epoch_{number}", adapter=adapter)
     (tmp_path / "checkpoints" / "epoch_2").mkdir()
     code, data = report(capsys, str(tmp_path), "--verify")
     assert (code, data["engine"]) == (0, "torchtune")
     assert [(row["step"], row["verified"]) for row in data["checkpoints"]] == [(2, None), (1, True), (0, True)]
-    _cut(tmp_path / "checkpoints/epoch_1/model-00001-of-00001.safetensors")
-    assert report(capsys, str(tmp_path), "--verify")[0] == 1
+    assert newest_torchtune(tmp_path) == tmp_path / "checkpoints/epoch_1"
+    _cut(next((tmp_path / "checkpoints/epoch_1").glob("*.safetensors")))
+    assert newest_torchtune(tmp_path) == tmp_path / "checkpoints/epoch_0"
     assert run_cli(["checkpoints", str(tmp_path), "--prune"]) == 2
     assert "torchtune removes its old checkpoints itself" in capsys.readouterr().err
 

@@ -65,6 +65,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral with experts": ("mixtral", {"targets": ["all-linear"], "alpha": 7.0, "dropout": 0.1}),
     "qwen3_moe with experts, rsLoRA": ("qwen3_moe", {"targets": ["all-linear"], "rslora": True}),
     "mixtral, experts alone": ("mixtral", {"targets": ["experts"]}),
+    "gpt_oss": ("gpt_oss", {"targets": ["attn"], "dora": True}),
+    "llama4": ("llama4_text", {"targets": ["attn", "mlp"]}),
 }
 
 
@@ -231,6 +233,31 @@ def test_what_pefts_format_cannot_hold_is_refused_with_what_to_do_instead(tmp_pa
     with pytest.raises(InputError, match="DoRA has a length for some rows"):
         export_adapter(str(run), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])
+def test_adapters_of_stacked_experts_are_merged_by_converting_and_else_refused(family: str, tmp_path: Path) -> None:
+    config = save_tiny_hf(family, tmp_path / "base", seed=1)
+    settings = lora(targets=["experts"])
+    run = save_lora_checkpoint(tmp_path / "run", config, settings, tmp_path / "base")
+    with pytest.raises(InputError, match=r"has no module for `layers.\d.mlp.experts.down:0:0`"):
+        export_adapter(str(run), str(tmp_path / "out"))
+    with pytest.raises(InputError, match=r"has no tensor of its own for layers.\d.mlp.experts.down:0:0") as refused:
+        merge_adapter(tmp_path / "base", run, tmp_path / "merged", logits=False)
+    assert "--to hf" in (refused.value.hint or "")
+    assert convert_weights(str(run), str(tmp_path / "hf"), TargetFormat("hf")).verdict.passed
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "hf"))
+    block = "mlp" if family == "gpt_oss" else "feed_forward"
+    adapters = random_adapters(config, settings, 0)
+    for layer in (layer for layer in range(config.layers) if config.has_experts(layer)):
+        for expert in (0, 3):
+            prefixes = (f"layers.{layer}.mlp.experts.lora.{part}_proj" for part in ("gate", "up"))
+            gate, up = (adapters[f"{to}.b"][expert] @ adapters[f"{to}.a"][expert] * settings.scale for to in prefixes)
+            rows = torch.stack([gate, up], dim=1).flatten(0, 1) if family == "gpt_oss" else torch.cat([gate, up])
+            name = f"model.layers.{layer}.{block}.experts.gate_up_proj"
+            changed = (after[name] - before[name])[expert].t()
+            assert changed.abs().max() > 0.01
+            torch.testing.assert_close(changed, rows, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dora", [False, True])

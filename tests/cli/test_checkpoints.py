@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.runs.checkpoint_parts import FOLDER, RUN, save_whole, some_state
+from trainshed.checkpoints.mirror import upload_checkpoints
 from trainshed.checkpoints.native.folder import BestPointer
 from trainshed.cli import run_cli
+from trainshed.recipe import load_recipe, to_yaml
 from trainshed.storage import LocalStore
 from trainshed.storage.attempts import take_attempt
 
@@ -150,3 +153,25 @@ def test_wrong_input_says_what_to_write(
 def test_a_run_without_checkpoints_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["checkpoints", str(tmp_path)]) == 1
     assert "this run has no checkpoints" in capsys.readouterr().err
+
+
+def test_another_engines_checkpoints_are_its_own_and_where_they_are_lost_the_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "store" / "runs" / "minio-llama3-1-70b-cpt" / "1a2b3c4d"
+    folder = run / "checkpoints-megatron" / "iter_0000020"
+    folder.mkdir(parents=True)
+    for name in (".metadata", "common.pt", "__0_0.distcp"):
+        (folder / name).write_bytes(b"content")
+    (run / "checkpoints-megatron" / "latest_checkpointed_iteration.txt").write_text("20")
+    bucket = tmp_path / "bucket"
+    recipe = load_recipe("minio-llama3-1-70b-cpt", [f"checkpoint.to={bucket}"])
+    (run / "recipe.yaml").write_text(to_yaml(recipe))
+    upload_checkpoints(run, str(bucket / "minio-llama3-1-70b-cpt" / "1a2b3c4d"))
+    code, data = report(capsys, str(run))
+    assert (code, [row["step"] for row in data["checkpoints"]]) == (0, [20])
+    assert str(run) in data["checkpoints"][0]["path"]
+    shutil.rmtree(run / "checkpoints-megatron")
+    code, data = report(capsys, str(run))
+    assert (code, [row["step"] for row in data["checkpoints"]]) == (0, [20])
+    assert str(bucket) in data["checkpoints"][0]["path"]

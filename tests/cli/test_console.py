@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from trainshed.cli.console import training_progress
+from trainshed.cli.console import TerminalReporter, figures, training_progress
 
 STEP: dict[str, Any] = {
     "kind": "step",
@@ -49,3 +51,35 @@ def test_an_event_is_one_line_where_there_is_no_terminal(
     shown = capsys.readouterr().err
     assert shown.endswith(said) or said in shown
     assert shown.count("\n") == (1 if said else 0)
+
+
+def test_of_many_steps_a_log_gets_the_first_and_the_last(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those in between come at most every few seconds; everything else is always said."""
+    with training_progress(100) as on_event:
+        for step in range(100):
+            on_event(STEP | {"step": step})
+            if step == 49:
+                on_event({"kind": "validation", "step": 50, "loss": 3.0})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("step 1/100")
+    assert lines[-1].startswith("step 100/100")
+    assert "validation after step 50: loss 3.0000" in lines
+    assert len(lines) < 100
+
+
+def test_a_slow_rate_is_not_rounded_to_nothing() -> None:
+    assert figures(3, None, "sizes", 16.0, done=True).endswith("  0.19 sizes/s  in 0:00:16")
+    assert figures(8, None, "layers", 0.01, done=True).endswith("  800 layers/s  in 0.0 s")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_progress_bar_takes_one_line_in_any_terminal(width: int) -> None:
+    shown = TerminalReporter()
+    written = io.StringIO()
+    shown.console = Console(file=written, width=width, force_terminal=True, color_system=None)
+    with shown.task("tokenise", total=2.8e9, unit="B") as task:
+        task.advance(1.2e9)
+        task.describe("478,000 documents, 461,640,000 tokens")
+    assert written.getvalue().count("\n") == 1, written.getvalue()
+    assert "tokenise" in written.getvalue()
+    assert "1.2 GB of 2.8 GB" in written.getvalue()

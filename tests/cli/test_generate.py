@@ -18,10 +18,10 @@ from support.models.tiny_models import save_tiny_hf
 from support.recipes.text_recipes import write_recipe, write_script
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.cli import run_cli
-from trainshed.cli.lookup import checkpoint_address
 from trainshed.errors import NoSuchName, NotFound
 from trainshed.recipe import Lora
 from trainshed.serve.loading import model_name
+from trainshed.workflow.known_runs import checkpoint_address
 
 
 @pytest.fixture(scope="module")

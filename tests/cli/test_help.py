@@ -71,3 +71,11 @@ def test_help_lists_the_verbs_with_their_summaries(capsys: pytest.CaptureFixture
     for name, (_, summary) in DATA_VERBS.items():
         assert name in shown
         assert summary[:40] in shown
+
+
+@pytest.mark.parametrize("command", ["plan", "generate", "dash", "submit"])
+def test_help_has_no_flag_that_nobody_needs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--empty-" not in shown
+    assert "[default: False]" not in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,20 @@ def test_what_cannot_be_measured_is_refused_with_a_way_out(
     assert "--gpus: 0 is not a number of anything" in refused(capsys, dllogger, "--gpus", 0)
     assert "no such run" in refused(capsys, tmp_path / "nothing")
     assert refused(capsys)
+
+
+def test_the_traces_of_a_run_and_one_trace_are_reported_by_the_same_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", 0.5)
+    trace = run / "profile" / "attempt-0001" / "rank-00000.00000012.pt.trace.json.gz"
+    trace.parent.mkdir(parents=True)
+    shutil.copy(TESTS / "observe" / "data" / "h200.pt.trace.json.gz", trace)
+    shown = text(capsys, run, "--profiles")
+    assert "profile/attempt-0001/rank-00000.00000012.pt.trace.json.gz, rank 0: 2 steps" in shown
+    assert "Memcpy HtoD (Pinned -> Device)" in shown
+    of_run, of_trace = metrics(capsys, run, "--profiles"), metrics(capsys, trace, "--profiles")
+    assert of_run["profiles"][0]["kernels"] == of_trace["profiles"][0]["kernels"]
+    trace.unlink()
+    assert "write `observe: {profile: {start: 10, steps: 3}}`" in refused(capsys, run, "--profiles")
+    assert "--profiles is for one run" in refused(capsys, run, run, "--profiles")

@@ -45,3 +45,19 @@ def test_a_run_here_ends_with_the_command_that_serves_it(
         ("index", "skipped"),
         ("export", "done"),
     ]
+
+
+def test_a_benchmark_writes_no_checkpoint_at_all_and_what_needs_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_script(tmp_path)
+    recipe = str(write_small_recipe(tmp_path))
+    assert run_cli(["run", recipe, "checkpoint=off", "-o", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert not list(Path(data["folder"]).glob("checkpoints/step-*"))
+    assert not any("generate" in command for command in data["next"])
+    assert run_cli(["run", recipe, "checkpoint=off", "export={}"]) == 2
+    assert "no checkpoint is written (`checkpoint: off`)" in capsys.readouterr().err
+    assert run_cli(["run", recipe, "checkpoint={save: false, to: s3://b/c}"]) == 2
+    assert "no checkpoint is written (`save: false`)" in capsys.readouterr().err

@@ -11,11 +11,11 @@ import pytest
 
 from support.runs.written_runs import write_run, write_training
 from trainshed.cli import run_cli
-from trainshed.cli.lookup import find_run, submitted_run
 from trainshed.launch.stored_run import SILENT_SECONDS, stored_run_status
 from trainshed.launch.submissions import find_submission, record_submission
 from trainshed.launch.target import SubmittedJob
 from trainshed.storage import LocalStore
+from trainshed.workflow.known_runs import find_run, submitted_run
 
 GONE = {
     "slurm": "name: far\ntarget: slurm\nmachine: cpu\nstore: {store}\n",

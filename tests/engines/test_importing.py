@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +68,17 @@ OTHERWISE = {
         "checkpointer.recipe_checkpoint": "found when the job starts",
         "checkpointer.output_dir": "a place",
         "resume_from_checkpoint": "found when the job starts",
-        "data_parallel_shard_dim": "written as a number",
+        "data_parallel_shard_dim": "0.6.1, which is on PyPI, does not read it",
+        "data_parallel_replicate_dim": "0.6.1 does not read it",
+        "run_val_every_n_steps": "0.6.1 does not read it",
+        "loss._component_": "0.6.1 has another",
+        "log_level": "0.6.1 does not read it",
         "metric_logger.log_dir": "a place",
         "profiler": "off",
     },
 }
 OTHERWISE["torchtune-lora"] = {
-    **{key: why for key, why in OTHERWISE["torchtune-full"].items() if key != "data_parallel_shard_dim"},
+    **{key: why for key, why in OTHERWISE["torchtune-full"].items() if not key.startswith("data_parallel")},
     "checkpoint_dir": "nobody reads it",
     "tokenizer.max_seq_len": "a recipe has a longest sequence",
 }
@@ -235,6 +241,18 @@ def test_a_file_of_none_of_the_kinds_is_refused(
     assert what in capsys.readouterr().err
 
 
+ODD_VALUES = [None, 0, -1, 1.5, "text", "1e-5", [], [None], {}, {"a": 1}, True]
+
+
+@pytest.mark.parametrize("name", sorted(file.name for file in FILES.glob("*.yaml")))
+def test_a_file_with_any_value_anywhere_is_read_or_refused_by_name(name: str) -> None:
+    flat = flatten(yaml.safe_load((FILES / name).read_text()))
+    for key, value in product(flat, ODD_VALUES):
+        changed = {other: kept for other, kept in flat.items() if not other.startswith(f"{key}.")} | {key: value}
+        with suppress(InputError):  # anything else is a fault of ours
+            recipe_text(import_text(json.dumps(nest(changed)), name, gpus=16), name)
+
+
 def test_a_torchtune_model_that_the_catalog_has_not_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="gemma_2b"):
         import_text(changed(FULL, model___component_="torchtune.models.gemma.gemma_2b"), "a.yaml")
@@ -299,3 +317,26 @@ def test_a_megatron_script_is_read_too(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_missing_file_is_the_users_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["import", str(tmp_path / "nothing.yaml")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+LLAMA_8B = """pretrain_gpt.py --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 \\
+--group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm --use-rotary-position-embeddings \\
+--rotary-base 500000 --untie-embeddings-and-output-weights --disable-bias-linear --seq-length 4096 \\
+--micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-4 --bf16 \\
+--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tokenizer}
+"""
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "size"),
+    [("meta-llama/Llama-3.1-8B", 128256), ("/models/Meta-Llama-3-8B", 128256), ("mistralai/Mistral-7B-v0.1", 32000)],
+)
+def test_models_of_the_same_sizes_have_the_vocabulary_of_their_tokenizer(tokenizer: str, size: int) -> None:
+    """Llama 3.1 8B and Mistral 7B differ in nothing that these arguments say."""
+    imported = import_text(LLAMA_8B.format(tokenizer=tokenizer), "args.sh")
+    assert imported.recipe["model"]["config"]["vocab_size"] == size
+
+
+def test_a_vocabulary_that_nothing_says_is_asked_for() -> None:
+    with pytest.raises(InputError, match="do not say how many tokens /data/tokenizer has"):
+        import_text(LLAMA_8B.format(tokenizer="/data/tokenizer"), "args.sh")

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,141 @@ def test_ranks_are_told_to_stop_and_are_waited_for(tmp_path: Path, sent: signal.
     assert running.returncode == code
     assert sorted(line for line in output.decode().splitlines() if "saved" in line) == ["saved 0", "saved 1"]
     assert "torchrun was told" not in output.decode()
+
+
+STEPPING = EngineLaunch("p", (), step_line=r"\|Loss: ")
+# In place of torchrun: prints what it is told, and fails.
+FAILING = """#!/bin/sh
+printf '%s\\n' "$PRINTED"
+exit 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("printed", "before", "code"),
+    [
+        ("ImportError: no module named torchtune", "", 2),
+        ("1|1|Loss: 2.5: 10%", "", 1),
+        ("1|1|Loss: 2.5: 10%\nImportError", "1|1|Loss: 2.5: 10%\n", 1),
+        # Steps of an earlier job that has the same number of attempts.
+        ("ImportError", "1|1|Loss: 2.5: 10%\n", 2),
+        # torchrun's summary of a rank that was killed: another start may succeed.
+        ("  exitcode  : -9 (pid: 3)", "", 1),
+        # torchrun itself ends the others by a signal; the last in its summary is the rank that failed.
+        ("  exitcode  : -15 (pid: 3)\n  exitcode  : 1 (pid: 4)", "", 2),
+    ],
+)
+def test_an_error_before_the_first_step_is_not_started_again(
+    tmp_path: Path, printed: str, before: str, code: int
+) -> None:
+    log = tmp_path / "run" / "logs" / "attempt-0001" / "node-00001.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(before)
+    script = launcher_script(STEPPING, place_at(tmp_path), python=fake_python(tmp_path, FAILING))
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment(tmp_path, PRINTED=printed), capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stderr
+    assert ("before its first step" in done.stderr) == (code == 2)
+    assert log.with_suffix(".exit-code").read_text() == f"{code}\n"
+
+
+TORCHRUN_BOX = """\
+[rank1]: AssertionError: Only Adam is supported.
+[rank0]: RuntimeError: Connection closed by peer
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 3)
+Root Cause (first observed failure):
+  rank      : 1 (local_rank: 1)
+  exitcode  : 1 (pid: 4)
+============="""
+
+
+@pytest.mark.parametrize(
+    ("printed", "last"),
+    [
+        (TORCHRUN_BOX, "trainshed: [rank1]: AssertionError: Only Adam is supported."),
+        ("ImportError: no module\nChildFailedError\n====", "trainshed: ImportError: no module"),
+    ],
+)
+def test_the_error_of_the_rank_that_failed_is_said_after_torchruns_summary(
+    tmp_path: Path, printed: str, last: str
+) -> None:
+    launch = replace(STEPPING, step_line=None)
+    script = launcher_script(launch, place_at(tmp_path), python=fake_python(tmp_path, FAILING))
+    variables = environment(tmp_path, PRINTED=printed)
+    done = subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == last
+
+
+# In place of torchrun: prints what it is told, and ends without an error.
+ENDING = """#!/bin/sh
+printf '%s\\n' "$PRINTED"
+"""
+
+
+@pytest.mark.parametrize(
+    ("printed", "newest", "node", "code"),
+    [
+        ("1|8|Loss: 2.5", "8", "0", 0),
+        ("Unable to load rng state from checkpoint", "4", "0", 2),
+        ("no checkpoint was found", None, "0", 2),
+        ("1|5|Loss: 2.5", "4", "0", 1),
+        # A node that does not write the file may see it late.
+        ("1|8|Loss: 2.5", "4", "1", 0),
+    ],
+)
+def test_an_engine_that_ends_before_its_length_has_not_finished(
+    tmp_path: Path, printed: str, newest: str | None, node: str, code: int
+) -> None:
+    file = tmp_path / "latest"
+    if newest is not None:
+        file.write_text(newest)
+    launch = replace(STEPPING, last_checkpoint=(str(file), "8"))
+    script = launcher_script(launch, place_at(tmp_path), python=fake_python(tmp_path, ENDING))
+    variables = environment(tmp_path, PRINTED=printed, NODE_RANK=node)
+    done = subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert (f"its newest checkpoint is {newest or 'none'} instead of 8" in done.stderr) == (code > 0)
+
+
+def test_a_step_that_another_node_tells_of_is_one(tmp_path: Path) -> None:
+    other = tmp_path / "run" / "logs" / "attempt-0001" / "node-00000.log"
+    other.parent.mkdir(parents=True)
+    other.write_text("1|1|Loss: 2.5: 10%\n")
+    script = launcher_script(STEPPING, place_at(tmp_path), python=fake_python(tmp_path, FAILING))
+    done = subprocess.run(["bash", "-c", script], env=environment(tmp_path, PRINTED="NCCL error"), capture_output=True)
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize(("saves", "code", "said"), [(True, 138, "goes on from its last"), (False, 2, "no further")])
+def test_an_engine_that_does_not_save_is_queued_again_only_where_it_got_further(
+    tmp_path: Path, saves: bool, code: int, said: str
+) -> None:
+    launch = EngineLaunch("p", (), saves_when_stopped=False)
+    old = tmp_path / "run" / "checkpoints" / "epoch_0" / "model.safetensors"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    os.utime(old, (0, 0))
+    script = launcher_script(launch, place_at(tmp_path), python=fake_python(tmp_path, RANKS))
+    running = subprocess.Popen(
+        ["bash", "-c", script], env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    log = tmp_path / "run" / "logs" / "attempt-0001" / "node-00001.log"
+    while not log.exists() or log.read_text().count("up") < 2:
+        assert running.poll() is None
+        time.sleep(0.02)
+    if saves:
+        new = tmp_path / "run" / "checkpoints" / "epoch_1" / "model.safetensors"
+        new.parent.mkdir()
+        new.touch()
+    running.send_signal(signal.SIGUSR1)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == code
+    assert said in errors.decode()
 
 
 # In place of nsys: says how it was started, and runs what follows its options.

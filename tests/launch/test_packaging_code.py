@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import trainshed
-from trainshed.launch.kubernetes.pod import MAX_CODE_BYTES
+from trainshed.launch.kubernetes.code import MAX_CODE_BYTES
 from trainshed.launch.packaging import pack_code, provenance
 from trainshed.shipped import shipped_folder
 

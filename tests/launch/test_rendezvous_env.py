@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from trainshed.errors import InputError
 from trainshed.launch.job import Stage
-from trainshed.launch.rendezvous import AgentTimeouts, NodeEnv, stage_part, startup_phases
+from trainshed.launch.rendezvous import AgentTimeouts, NodeEnv, stage_part, startup_phases, unused_port
 
 TWO = Stage("train", nodes=2, spares=1)
 PLACE = {"TRAINSHED_START": "s", "MASTER_ADDR": "first", "MASTER_PORT": "29500", "TRAINSHED_HOST": "here"}
@@ -77,3 +79,10 @@ def test_what_came_before_the_agent_is_timed_where_the_script_says_when() -> Non
     found = startup_phases({"TRAINSHED_BEGAN": "100", "TRAINSHED_INSTALLED": "103"})
     assert found["install"] == 3
     assert found["image"] > 0
+
+
+def test_a_port_that_somebody_listens_on_is_passed_over() -> None:
+    with socket.create_server(("", 0)) as listener:
+        taken = listener.getsockname()[1]
+        assert unused_port(taken) > taken
+    assert unused_port(taken) == taken

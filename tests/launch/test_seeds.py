@@ -20,7 +20,7 @@ SEEDS = {
     "gke-llama3-70b-ultra": ("gke-a3-ultra", ()),
     "aks-gpt-175b": ("aks-nd-h100-v5", ()),
     "aks-gpt-175b-sharp": ("aks-nd-h100-v5", ("sharp=true",)),
-    "eks-llama2-7b-cpt": ("eks-p4d", ("image=registry.example/megatron@sha256:" + "0" * 64,)),
+    "eks-llama2-7b-cpt": ("eks-p4d", ()),
     "minio-llama3-1-70b-cpt": ("minio-mi300x-ray", ()),
     "soperator-llama3-3-70b": ("soperator-h100", ()),
     "soperator-llama3-3-70b-lora": ("soperator-h100", ()),

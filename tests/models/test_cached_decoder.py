@@ -88,7 +88,8 @@ def test_gates_put_first_change_no_number(config: ModelConfig) -> None:
     before = trained_states(chunk, tokens)
     put_gates_first(chunk)
     put_gates_first(chunk)
-    assert torch.equal(trained_states(chunk, tokens), before)
+    # Columns of a product may be summed in another order where they stand elsewhere.
+    torch.testing.assert_close(trained_states(chunk, tokens), before, rtol=1e-5, atol=1e-5)
 
 
 def test_tokens_apart_get_what_they_get_together() -> None:

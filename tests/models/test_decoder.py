@@ -60,7 +60,7 @@ def test_logits_and_loss_are_those_of_transformers(variant: str, tmp_path: Path)
     "variant",
     [
         *("llama3", "qwen3", "gpt2", "qwen3_moe", "deepseek_v3", "deepseek-plain"),
-        *("gemma2", "olmo3", "nemotron"),
+        *("gemma2", "olmo3", "nemotron", "gpt_oss", "gpt-oss-plain", "llama4_text", "llama4-scout"),
     ],
 )
 def test_gradients_of_all_tensors_are_those_of_transformers(variant: str, tmp_path: Path) -> None:

@@ -52,8 +52,14 @@ def test_every_row_lies_in_exactly_one_place_on_both_sides(variant: str) -> None
             assert sorted(laid) == list(range(rows))
         assert all(mapping in by_tensor[mapping.hf_name].row_mappings for mapping in row_mappings)
     for tensor in by_tensor.values():
-        taken = [mapping.hf_start + i for mapping in tensor.row_mappings for i in range(mapping.rows)]
-        assert taken == list(range(tensor.shape[1 if tensor.row_mappings[0].transposed else 0]))
+        taken = [(mapping, mapping.hf_start + i) for mapping in tensor.row_mappings for i in range(mapping.rows)]
+        first = tensor.row_mappings[0]
+        if first.stacked and first.transposed:  # columns begin anew for each expert
+            places = [(mapping.expert, row) for mapping, row in taken]
+            assert places == [(expert, row) for expert in range(tensor.shape[0]) for row in range(tensor.shape[2])]
+            continue
+        rows = tensor.shape[1 if first.transposed else 0] * (tensor.shape[1] if first.stacked else 1)
+        assert [row for _, row in taken] == list(range(rows))
 
 
 @given(

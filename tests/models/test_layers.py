@@ -10,7 +10,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from support.models.one_process import one_process_model, token_rows
 from support.models.tiny_models import tiny_config
 from trainshed.models.decoder import Regularization
-from trainshed.models.layers import CounterDropout, Linear, Norm, apply_activation
+from trainshed.models.layers import (
+    CounterDropout,
+    Linear,
+    Norm,
+    _SplitBf16Pairs,
+    apply_activation,
+    linear,
+)
 from trainshed.recipe.train import TrainSection
 
 CONFIG = tiny_config("llama", norm_eps=0.1)
@@ -54,7 +61,7 @@ def test_an_input_of_zeros_has_a_finite_norm_and_gradient() -> None:
     torch.testing.assert_close(nothing.grad, (norm.weight / CONFIG.norm_eps**0.5).expand_as(x).detach())
 
 
-def test_gates_and_ups_alternate_in_the_weight_and_not_in_the_output() -> None:
+def test_gates_and_ups_alternate_in_the_weight_and_in_the_output() -> None:
     matrix = Linear(HIDDEN, 6, bias=True, gate_up_interleaved=True)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -63,8 +70,43 @@ def test_gates_and_ups_alternate_in_the_weight_and_not_in_the_output() -> None:
     x = torch.randn(4, HIDDEN, generator=generator)
     assert matrix.bias is not None
     gate, up = (F.linear(x, matrix.weight[odd::2], matrix.bias[odd::2]) for odd in (0, 1))
-    torch.testing.assert_close(matrix(x), torch.cat([gate, up], dim=-1))
-    torch.testing.assert_close(apply_activation(matrix(x), CONFIG), F.silu(gate) * up)
+    torch.testing.assert_close(apply_activation(matrix(x), CONFIG, interleaved=True), F.silu(gate) * up)
+    gates_first = torch.cat([gate, up], dim=-1)
+    torch.testing.assert_close(apply_activation(gates_first, CONFIG, interleaved=False), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_pairs_of_bf16_are_split_and_joined_as_words_bit_by_bit(backend: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 3, 8, generator=generator).to(torch.bfloat16)
+    x[0, 0] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-40, -3e38, float("nan"), 1.0])
+    x.requires_grad_()
+
+    def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _SplitBf16Pairs.apply(x)
+
+    even, odd = torch.compile(split, backend=backend, fullgraph=True)(x)
+    for half, column in ((even, 0), (odd, 1)):
+        expected = x.detach()[..., column::2].contiguous()
+        assert torch.equal(half.detach().view(torch.int16), expected.view(torch.int16))
+    grads = [torch.randn(even.shape, generator=generator).to(torch.bfloat16) for _ in range(2)]
+    (joined,) = torch.autograd.grad([even, odd], [x], grads)
+    assert torch.equal(joined, torch.stack(grads, dim=-1).flatten(-2))
+
+
+def test_a_weight_in_a_wider_dtype_gets_its_gradient_in_that_dtype() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, HIDDEN, generator=generator).requires_grad_()
+    x = torch.randn(4, 2, HIDDEN, generator=generator).to(torch.bfloat16).requires_grad_()
+    grad = torch.randn(4, 2, 6, generator=generator).to(torch.bfloat16)
+    expected = F.linear(x, weight.to(torch.bfloat16))
+    wanted = torch.autograd.grad(expected, [x, weight], grad)
+    out = linear(x, weight)
+    assert torch.equal(out, expected)
+    grad_x, grad_weight = torch.autograd.grad(out, [x, weight], grad)
+    assert torch.equal(grad_x, wanted[0])
+    assert grad_weight.dtype == torch.float32
+    torch.testing.assert_close(grad_weight, wanted[1])
 
 
 def test_dropout_keeps_the_mean_and_depends_on_layer_branch_and_seed() -> None:

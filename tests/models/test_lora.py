@@ -172,7 +172,7 @@ def native_name(name: str, *, ungated: bool = False) -> str:
     projection = next((ours for ours, theirs in GPT2_MODULES.items() if path.endswith(theirs)), projection)
     gated = "gate_up" if "model.layers" in path and not ungated else "up"
     latent = {"q_a_proj": "q_down", "q_b_proj": "q_up", "kv_a_proj_with_mqa": "kv_down", "kv_b_proj": "kv_up"}
-    block = "mlp.shared" if ".shared_experts." in path else "mlp"
+    block = "mlp.shared" if ".shared_expert" in path else "mlp"
     module = {
         **{name: f"attention.{ours}" for name, ours in latent.items()},
         **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attention.qkv"),
@@ -184,12 +184,17 @@ def native_name(name: str, *, ungated: bool = False) -> str:
     return f"layers.{layer}.{module}.lora.{projection}.{tensor}"
 
 
+def their_epsilon(norm: nn.Module) -> Any:
+    """The epsilon of a norm; Llama 4 has another word for it."""
+    return norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+
+
 def norm_in_float64(model: nn.Module) -> None:
     """Keep transformers from computing norms in float32, whatever the model's dtype."""
 
     def forward(norm: Any, x: torch.Tensor) -> torch.Tensor:
         gemma = type(norm).__name__.startswith("Gemma")
-        eps, weight = (norm.eps, 1.0 + norm.weight) if gemma else (norm.variance_epsilon, norm.weight)
+        eps, weight = (norm.eps, 1.0 + norm.weight) if gemma else (their_epsilon(norm), norm.weight)
         return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
     for module in model.modules():
@@ -239,6 +244,15 @@ def test_every_family_is_that_of_peft(tmp_path: Path, family: str, dora: bool) -
 def test_latent_attention_is_that_of_peft(tmp_path: Path, options: dict[str, Any]) -> None:
     # transformers' router computes in float32.
     Pair("deepseek_v3", tmp_path, options).compare(bound=1e-6)
+
+
+def test_attention_with_sinks_is_that_of_peft(tmp_path: Path) -> None:
+    # transformers' norms and router compute in float32.
+    Pair("gpt_oss", tmp_path, {"targets": ["attn"], "dora": True}).compare(bound=1e-6)
+
+
+def test_dense_layers_and_shared_experts_between_others_are_those_of_peft(tmp_path: Path) -> None:
+    Pair("llama4_text", tmp_path, {"targets": ["attn", "mlp"]}).compare(bound=1e-6)
 
 
 @pytest.mark.parametrize("dora", [False, True])

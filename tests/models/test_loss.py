@@ -79,6 +79,16 @@ def test_gradients_are_those_of_small_differences(monkeypatch: pytest.MonkeyPatc
     )
 
 
+def test_a_loss_that_is_differentiated_as_it_is_refuses_a_factor() -> None:
+    hidden, weight, labels, scale = batch(torch.float64)
+    wanted = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, scale)[0], [hidden, weight])
+    found, _ = linear_cross_entropy(hidden, weight, labels, scale, unit_factor=True)
+    torch.testing.assert_close(torch.autograd.grad(found, [hidden, weight]), wanted)
+    found, _ = linear_cross_entropy(hidden, weight, labels, scale, unit_factor=True)
+    with pytest.raises(RuntimeError, match="Expected Tensor with single nonzero value"):
+        (2.0 * found).backward()
+
+
 def test_in_bf16_only_the_products_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     in_slices(monkeypatch, 2)
     hidden, weight, labels, scale = batch(torch.float32)

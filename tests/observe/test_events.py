@@ -97,8 +97,8 @@ def test_what_is_not_in_the_schema_is_refused(store: LocalStore) -> None:
                 events.emit(kind, step, **values)
     assert list(read_events(store, RUN)) == []
     assert " ".join(EVENT_KINDS) == (
-        "start stage phase step train_phase ranks devices alarm profile validation answers early_stop checkpoint "
-        "resume probe non_finite spike signal stall failure preflight note warning end"
+        "start stage phase step train_phase ranks devices alarm profile validation answers evaluation early_stop "
+        "checkpoint resume probe non_finite spike signal stall failure preflight note warning end"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trainshed.cli.profile_report import profile_data, profile_text
-from trainshed.errors import CorruptData, InputError, NotFound
+from trainshed.errors import CorruptData, InputError
 from trainshed.observe.event_text import EventFormatter
 from trainshed.observe.profile_summary import find_traces, read_summary, summarize_trace
 
@@ -108,7 +108,7 @@ def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
         summarize_trace(_file(tmp_path / "c.json.gz", gzip.compress(b"{}" * 99)[:20]))
     with pytest.raises(InputError, match="holds no kernels"):
         summarize_trace(write(tmp_path / "d.json", []))
-    with pytest.raises(NotFound, match="no profiles"):
+    with pytest.raises(InputError, match="no profiles"):
         profile_data(tmp_path / "empty")
 
 

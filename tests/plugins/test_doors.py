@@ -115,6 +115,7 @@ def test_python_runs_a_recipe_with_plugins(recipe: Path) -> None:
     assert (trained.prepared.folder / "losses.csv").is_file()
 
 
+@pytest.mark.full
 def test_a_target_of_a_plugin_runs_the_stages_with_the_code_that_travels(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ def test_serving_is_asked_for_by_one_line_and_does_not_rename_the_run() -> None:
     ("overrides", "key", "what", "hint"),
     [
         (["serve={}"], "serve", "there is nothing to serve: the recipe exports no weights", "`export: {format: hf}`"),
-        (["serve={}", "export={format: megatron}"], "serve", "Megatron's format is not served", "export: {format: hf}"),
+        (["serve={}", "export={format: megatron}"], "serve", "megatron is not served", "export: {format: hf}"),
         (["serve={gpus: 4}", EXPORT], "serve.gpus", "is one process on one GPU, and 4 are asked for", "engine: vllm"),
         (["serve={args: {seed: 1}}", EXPORT], "serve.args", "the torch server takes no `args`", "delete it"),
         (["serve={engine: vllm, gpus: 0}", EXPORT], "serve.gpus", "vLLM serves on GPUs", "`engine: torch`"),

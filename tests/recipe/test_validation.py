@@ -98,7 +98,7 @@ from trainshed.recipe import parse_recipe
                 f"`{key}` is reserved and not supported by this version of Trainshed",
                 "delete it",
             )
-            for key in ("eval", "engine_options")
+            for key in ("engine_options",)
         ),
     ],
 )

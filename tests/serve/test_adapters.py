@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from support.models.lora_checkpoints import save_lora_checkpoint
 from support.models.made_tokenizers import CONFIGS, KINDS, save
@@ -19,7 +18,7 @@ from support.models.tiny_models import hf_model, save_tiny_hf
 from support.runs.small_generators import Notes, ask, begin, generating
 from trainshed.checkpoints.lora.export import export_adapter
 from trainshed.errors import InputError, NotFound, TrainshedError
-from trainshed.models.layers import Linear
+from trainshed.models.layers import Linear, linear
 from trainshed.recipe import Lora, ModelConfig
 from trainshed.serve.adapters import RowRuns
 from trainshed.serve.loading import load_model
@@ -159,7 +158,7 @@ def test_a_lora_run_alone_is_merged_into_the_base_that_it_names(tmp_path: Path) 
         notes = Notes()
         model = load_model(str(address), device="cpu", reporter=notes)
         assert any(f"its base is {tmp_path / 'base'}" in text for text in notes.said)
-        assert all(module.matmul is F.linear for module in model.decoder.modules() if isinstance(module, Linear))
+        assert all(module.matmul is linear for module in model.decoder.modules() if isinstance(module, Linear))
         generator = model.generator(max_sequences=1)
         assert prompt_logprobs(generator, prompt, None) == pytest.approx(expected, abs=1e-5)
         with pytest.raises(InputError, match="there is no adapter `x`: none is loaded"):

@@ -27,6 +27,7 @@ from trainshed.recipe import Cluster, Recipe, load_cluster, load_recipe, parse_r
 from trainshed.recipe.section import Section
 from trainshed.recipe.validation import known_keys
 from trainshed.workflow import prepare_run, run_layout, train_job
+from trainshed.workflow.evaluate_run import evaluate_run
 from trainshed.workflow.stages import export_run
 from trainshed.workflow.submit import build_job
 
@@ -49,7 +50,7 @@ ENGINES = {
     "torchtune": PRETRAIN.replace("init: random", "from: hf://org/base")
     .replace("train: {steps", "train: {mode: finetune, steps")
     .replace("layout: {tp: 8}", "layout: {tp: 8, shard: full}")
-    + "engine: torchtune\n",
+    + 'engine: {name: torchtune, version: "0.7.0"}\n',
 }
 VOLUMES = "volumes=[{mount: /shared, path: /shared}]"
 CLAIM = "volumes=[{mount: /shared, pvc: data}]"
@@ -137,9 +138,13 @@ MUON = "train.optimizer.name=muon train.optimizer.muon={}"
 GROUPS = "train.optimizer.groups=[{match: embedding.*, lr_scale: 0.5}]"
 SPIKES = "train.spikes={}"
 EMA = "train.ema={decay: 0.9}"
+MTP = "model={preset: deepseek-v3, init: random} layout.etp=8 train.mtp={}"
 PAIRS = f"{BASE} train.mode=dpo train.dpo={{}}"
 PHASED = "train={global_batch: 64, optimizer: {lr: 1.0e-4}, phases: [{steps: 90}, {steps: 10}]}"
 PHASED_CHAT = f"{BASE} train={{mode: finetune, global_batch: 64, optimizer: {{lr: 1.0e-4}}, phases: [{{steps: 90}}]}}"
+EVALUATED = "data.validation={path: /shared/v.jsonl} eval={perplexity: [validation]}"
+WITH_TASKS = "eval={tasks: [arc_easy]}"
+ASKED = "eval={questions: questions.yaml}"
 NAMED = "data.validation={one: {path: /shared/v.jsonl}}"
 CHANGES = {
     "name": Change("name=other"),
@@ -171,6 +176,7 @@ CHANGES = {
     "data.train.*.documents": Change("data.train.0.documents=line", TEXT),
     "data.train.*.columns": Change("data.train.0.columns={messages: talks}", CHAT),
     "data.train.*.split": Change("data.train.0.split=train[:9%]"),
+    "data.train.*.limit": Change("data.train.0.limit=1"),
     "data.train.*.name": Change("data.train.0.name=other"),
     "data.train.*.weight": Change(
         "data.train.0.weight=3", "data.train=[{path: /shared/x.jsonl, weight: 1}, {path: /shared/y.jsonl, weight: 1}]"
@@ -184,6 +190,7 @@ CHANGES = {
     "data.validation.documents": Change("data.validation.documents=line", "data.validation={path: /shared/v.txt}"),
     "data.validation.columns": Change("data.validation.columns={messages: talks}", f"{CHAT} {OWN}"),
     "data.validation.split": Change("data.validation.split=train[:9%]", OWN),
+    "data.validation.limit": Change("data.validation.limit=1", OWN),
     "data.validation.name": Change("data.validation.name=other", OWN),
     "data.validation.every": Change("data.validation.every=7", OWN),
     "data.validation.batches": Change("data.validation.batches=7", OWN),
@@ -202,6 +209,7 @@ CHANGES = {
     ),
     "data.validation.*.columns": Change("data.validation.one.columns={messages: talks}", f"{CHAT} {NAMED}"),
     "data.validation.*.split": Change("data.validation.one.split=train[:9%]", NAMED),
+    "data.validation.*.limit": Change("data.validation.one.limit=1", NAMED),
     "data.validation.*.name": Change("data.validation.one.name=other", NAMED),
     "data.validation.*.every": Change("data.validation.one.every=7", NAMED),
     "data.validation.*.batches": Change("data.validation.one.batches=7", NAMED),
@@ -234,6 +242,7 @@ CHANGES = {
             ("documents", "path: /shared/y.txt", "path: /shared/y.txt, documents: line"),
             ("columns", "path: /shared/y.jsonl", "path: /shared/y.jsonl, columns: {messages: talks}"),
             ("split", "path: /shared/y.jsonl", "path: /shared/y.jsonl, split: 'train[:9%]'"),
+            ("limit", "path: /shared/y.jsonl", "path: /shared/y.jsonl, limit: 1"),
             ("name", "path: /shared/y.jsonl", "path: /shared/y.jsonl, name: other"),
             ("weight", "path: /shared/y.jsonl", "path: /shared/y.jsonl, weight: 3"),
         )
@@ -305,6 +314,8 @@ CHANGES = {
     "train.spikes.max_in_a_row": Change("train.spikes.max_in_a_row=3", SPIKES),
     "train.ema.decay": Change("train.ema.decay=0.5", EMA),
     "train.ema.validation": Change("train.ema.validation=true", EMA),
+    "train.mtp.layers": Change("train.mtp.layers=2", MTP),
+    "train.mtp.weight": Change("train.mtp.weight=0.1", MTP),
     "export.weights": Change("export.weights=ema", f"{EMA} export={{}}"),
     "train.schedule.name": Change("train.schedule.name=linear"),
     "train.schedule.warmup": Change("train.schedule.warmup=5"),
@@ -348,6 +359,7 @@ CHANGES = {
     "engine.version": Change("engine.version=1.0"),
     "engine.program": Change("engine.program=/elsewhere/pretrain_gpt.py"),
     "engine.args": Change('engine.args."log_interval"=7'),
+    "checkpoint.save": Change("checkpoint.save=false"),
     "checkpoint.every": Change("checkpoint.every=7"),
     "checkpoint.keep": Change("checkpoint.keep=7"),
     "checkpoint.best.by": Change("checkpoint.best={by: validation}", OWN),
@@ -390,6 +402,16 @@ CHANGES = {
     "export.dtype": Change("export.dtype=fp32", "export={}"),
     "export.merge": Change("export.merge=true", f"{LORA} export={{}}"),
     "export.to": Change("export.to=/shared/weights", "export={}"),
+    "eval.every": Change("eval.every=500", f"{EVALUATED} checkpoint.keep=null checkpoint.every=500"),
+    "eval.perplexity": Change("eval.perplexity=[/shared/tokens]", EVALUATED),
+    "eval.tasks": Change("eval.tasks=[piqa]", WITH_TASKS),
+    "eval.include_path": Change("eval.include_path=/shared/tasks", WITH_TASKS),
+    "eval.fewshot": Change("eval.fewshot=5", WITH_TASKS),
+    "eval.limit": Change("eval.limit=5", WITH_TASKS),
+    "eval.questions": Change("eval.questions=others.yaml", ASKED),
+    "eval.answer_tokens": Change("eval.answer_tokens=5", ASKED),
+    "eval.at_least": Change("eval.at_least=0.5", ASKED),
+    "eval.gpus": Change("eval.gpus=1", EVALUATED),
     "serve.engine": Change(SERVED_BY_VLLM, SERVED),
     "serve.gpus": Change("serve.gpus=2", SERVED_BY_VLLM),
     "serve.replicas": Change("serve.replicas=2", SERVED),
@@ -513,6 +535,12 @@ WITH_EXPERTS = (
     "train.moe={}",
     "train.batch_ramp={start: 2, increment: 2, samples: 4}",
 )
+MEASURED = (
+    "name=measured",
+    "eval={every: 2, perplexity: [validation], questions: questions.yaml, answer_tokens: 2}",
+    "export=null",
+)
+QUESTIONS = "- {ask: one two, expect: [three]}\n"
 WITH_PLUGINS = (
     "name=plugged",
     "plugins=[walk_plugin]",
@@ -533,6 +561,14 @@ BY_MUON = (
     "train.optimizer={name: muon, lr: 1.0e-3, muon: {}, groups: [{match: embedding.*, lr_scale: 0.5}]}",
     "train.spikes={sigma: 0.01, window: 2}",
     "train.ema={decay: 0.9}",
+)
+WITH_MTP = (
+    "name=mtp",
+    "model.config={family: deepseek_v3, layers: 2, hidden: 16, heads: 2, ffn: 32, vocab_size: 300, max_positions: 64, "
+    "rope: {base: 100.0}, mla: {kv_rank: 8, nope_dim: 4, rope_dim: 2, value_dim: 4}, "
+    "moe: {experts: 4, top_k: 2, ffn: 8, shared_ffn: 8, dense_first: 1, scores: sigmoid, score_bias: true}}",
+    "train.mtp={}",
+    "export=null",
 )
 FROM_TEXT = (
     "name=text",
@@ -586,6 +622,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
     folder = tmp_path_factory.mktemp("traced")
     write_script(folder)
     (folder / "walk_plugin.py").write_text(WALK_PLUGIN)
+    (folder / "questions.yaml").write_text(QUESTIONS)
     (folder / "recipe.yaml").write_text(LOCAL)
     count = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     lines = (" ".join(count[(line * step) % 10] for step in range(1, 40)) for line in range(300))
@@ -595,7 +632,8 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
         patch.chdir(folder)
         tracer.install(patch)
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
-        for overrides in ((), WITH_EXPERTS, OBSERVED, FROM_TEXT, WITH_PLUGINS, IN_PHASES, BY_MUON):
+        own_runs = (MEASURED, WITH_EXPERTS, OBSERVED, FROM_TEXT, WITH_PLUGINS, IN_PHASES, BY_MUON, WITH_MTP)
+        for overrides in ((), *own_runs):
             _traced_run(overrides, tracer, stages)
         exported = next(Path("store/runs/text").glob("*/export")).absolute()
         for overrides in _fine_tuned(exported):
@@ -634,6 +672,9 @@ def _traced_run(overrides: tuple[str, ...], tracer: Tracer, stages: tuple[set[An
     if run.recipe.export is not None:
         tracer.taken()
         export_run(run.recipe, run.folder, tokenizer=run.tokenizer)
+        stages[2].update(tracer.taken())
+    if run.recipe.eval is not None:
+        evaluate_run(run.recipe, run.folder)
         stages[2].update(tracer.taken())
 
 
@@ -717,6 +758,8 @@ def _names(error: InputError, key: str, *overrides: str) -> bool:
 def walk(engine: str, target: str, folder: Path, read: Read) -> dict[str, str]:
     write_script(folder)
     (folder / "walk_plugin.py").write_text(WALK_PLUGIN)
+    for questions in ("questions.yaml", "others.yaml"):
+        (folder / questions).write_text(QUESTIONS)
     name, overrides = TARGETS[target]
     if "\n" in name:
         (folder / "cluster.yaml").write_text(name)

@@ -12,7 +12,6 @@ import pytest
 
 from trainshed.catalog.gpus import find_gpu
 from trainshed.cli import run_cli
-from trainshed.cli.plan_request import PlanFlags, request_from_flags
 from trainshed.errors import InputError
 from trainshed.plan.auto_layout import auto_layout_for_gpus, local_hardware
 from trainshed.plan.planner import make_plan
@@ -20,6 +19,7 @@ from trainshed.recipe import Cluster, load_cluster, load_recipe
 from trainshed.recipe.load import shipped_recipes
 from trainshed.shipped import shipped_folder
 from trainshed.workflow.layout import plan_on_cluster, planned_model
+from trainshed.workflow.plan_request import PlanFlags, request_from_flags
 from trainshed.workflow.resolve import resolve
 from trainshed.workflow.submit import build_job
 

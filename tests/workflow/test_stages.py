@@ -11,10 +11,11 @@ import pytest
 from support.models.megatron_folders import assert_equal
 from support.models.tiny_models import save_tiny_hf, tiny_config
 from support.recipes.text_recipes import write_recipe, write_script
-from trainshed.checkpoints.formats import open_weights
+from trainshed.checkpoints.convert.convert import convert_weights
+from trainshed.checkpoints.formats import TargetFormat, open_weights
 from trainshed.data.tokens.indexed_dataset import IndexedDataset
 from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
-from trainshed.errors import InputError
+from trainshed.errors import CorruptData, InputError
 from trainshed.launch.job import CodeArchive
 from trainshed.observe.event_log import read_events
 from trainshed.observe.run_facts import EngineRun, run_facts
@@ -22,7 +23,7 @@ from trainshed.observe.stages import stage_records
 from trainshed.recipe import Recipe, load_cluster, load_recipe
 from trainshed.storage import LocalStore
 from trainshed.workflow import open_run_folder
-from trainshed.workflow.stages import run_stage, write_engine_data, write_engine_tokenizer
+from trainshed.workflow.stages import check_resumable, run_stage, write_engine_data, write_engine_tokenizer
 from trainshed.workflow.submit import build_job
 
 CODE = CodeArchive("trainshed-0-0.tar.xz", "0" * 64, b"")
@@ -143,3 +144,22 @@ export: {{dtype: fp32}}
 def recipe_file(folder: Path, text: str) -> Recipe:
     (folder / "recipe.yaml").write_text(text)
     return load_recipe(str(folder / "recipe.yaml"))
+
+
+def test_a_foreign_engine_is_not_let_go_on_from_a_checkpoint_that_is_damaged(tmp_path: Path) -> None:
+    recipe = load_recipe("minio-llama3-1-70b-cpt")
+    save_tiny_hf("llama", tmp_path / "hf", seed=1)
+    made = tmp_path / "run" / MEGATRON_CHECKPOINTS
+    convert_weights(str(tmp_path / "hf"), str(made), TargetFormat("megatron", "torch_dist"), logits=False)
+    shutil.copytree(made / "release", made / "iter_0000005")
+    (made / "release").rename(made / "iter_0000007")
+    (made / "latest_checkpointed_iteration.txt").write_text("7")
+    check_resumable(recipe, tmp_path / "run")
+    file = next((made / "iter_0000007").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CorruptData, match=r"the checkpoint of step 7 is damaged: .*checksum") as raised:
+        check_resumable(recipe, tmp_path / "run")
+    assert "write 5 into" in str(raised.value.hint)
+    check_resumable(load_recipe("minio-llama3-1-70b-cpt", ["checkpoint.resume=fresh"]), tmp_path / "run")

@@ -231,7 +231,6 @@ def test_pods_need_a_volume_under_the_store(tmp_path: Path) -> None:
     ("overrides", "what"),
     [
         (["engine=nemo"], "checkpoints of nemo are not converted here"),
-        (["engine=torchtune", "layout.shard=full"], "checkpoints of torchtune are not converted here"),
         (["engine=megatron", "layout.shard=full"], r"Megatron's FSDP \(shard: full\)"),
     ],
 )

@@ -141,6 +141,7 @@ def test_the_layout_that_the_planner_chooses_can_be_checked(capsys: pytest.Captu
     assert "layout: auto found no GPU here and chose one process with micro_batch 8" in said
 
 
+@pytest.mark.full
 def test_a_fault_of_the_engine_is_found_and_its_runs_are_kept(
     tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +188,7 @@ def test_an_architecture_is_read_beside_weights_that_are_not_fetched(
     assert "tp: 7 does not divide the 2 key/value heads" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.full
 def test_adapters_on_a_layout_are_checked_without_their_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

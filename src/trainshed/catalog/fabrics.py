@@ -128,6 +128,7 @@ class FabricSetupPart(Section):
     environment: dict[str, str] = Field(default_factory=dict, description="Of the job, set behind the profile script")
     sharp_environment: dict[str, str] = Field(default_factory=dict, description="The same, only where `sharp` is asked")
     library_path: TextList = Field((), description="In front of LD_LIBRARY_PATH")
+    libraries: TextList = Field((), description="What the image must hold, as the loader names it; `a|b`: one of them")
     profile_script: Text | None = Field(None, description="Sourced before the agent starts")
     profile_sets: TextList = Field((), description="Variables that are the script's business")
     selected: TextList = Field((), description="What NCCL's log of every node must show, as regular expressions")

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,12 @@ class BaseWeights:
         """One hash of all files: the same for the same weights, wherever they are."""
         entries = [[entry.path, entry.size, entry.checksum] for entry in self.manifest.files]
         return sha256_of(json.dumps(entries).encode())
+
+    @cached_property
+    def mtp_layers(self) -> int:
+        """How many layers for multi-token prediction they have."""
+        with open_weights(self.files) as weights:
+            return weights.config.mtp_layers
 
     def open(self, config: ModelConfig | None = None, added: AddedRows | None = None) -> Weights:
         """Open the weights, as their own files describe them or as `config` does; `added`: with rows for added tokens.

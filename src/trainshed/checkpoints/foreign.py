@@ -2,7 +2,8 @@
 
     checkpoints-megatron/iter_0000100/    Megatron-LM (`megatron/retention.py`)
     checkpoints/iter_0000100/             Megatron-Bridge: the same, and `train_state.pt`
-    checkpoints/epoch_0/, step_100/       torchtune: `recipe_state.pt` is written last
+    checkpoints/epoch_0/, step_100/       torchtune: the weights, and the state of the run beside them or (0.6) in
+                                          `recipe_state/`; the last weights of a run have none
     checkpoints/…step=100…                NeMo 24.07: a file `….-unfinished` beside it while it is written
 
 None of them has a manifest. What can be proven: every file that the table of contents names is there and long enough,
@@ -37,7 +38,8 @@ METADATA = ".metadata"
 _BRIDGE_STATE = "train_state.pt"
 _BRIDGE_LATEST = f"latest_{_BRIDGE_STATE}"
 _TORCHTUNE = re.compile(r"(epoch|step)_(\d+)")
-_TORCHTUNE_STATE = "recipe_state.pt"
+_INDEX = "model.safetensors.index.json"
+_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NEMO = re.compile(r".*step=(\d+).*")
 _NEMO_UNFINISHED = "-unfinished"
 
@@ -112,10 +114,39 @@ def _list_torchtune(folder: Path) -> ForeignListing | None:
     newest = max(int(match[2]) for match, _ in epochs or named)
     rows = []
     for match, path in named:
-        reason = None if (path / _TORCHTUNE_STATE).is_file() else f"it has no {_TORCHTUNE_STATE}, which is written last"
         latest = int(match[2]) == newest and (match[1] == "epoch" or not epochs)
-        rows.append(ForeignCheckpoint(int(match[2]), path, _size(path), reason, latest=latest))
+        rows.append(ForeignCheckpoint(int(match[2]), path, _size(path), _unfinished_weights(path), latest=latest))
     return _listing("torchtune", folder, rows)
+
+
+def _unfinished_weights(path: Path) -> str | None:
+    """Return why weights of torchtune are not whole: it writes the index, or an adapter's config, after them."""
+    index, config = path / _INDEX, path / _ADAPTER_CONFIG
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            return f"{_INDEX} was not written to its end"
+    elif config.is_file():
+        names = [_ADAPTER_WEIGHTS]
+    else:
+        return f"it has neither {_INDEX} nor {_ADAPTER_CONFIG}, which are written last"
+    for name in names:
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if (damage := _safetensors_damage(path / name)) is not None:
+            return f"{name} {damage}"
+    return None
+
+
+def newest_torchtune(run: Path) -> Path | None:
+    """Return the newest whole weights that torchtune has saved in a run's folder, None where it has saved none."""
+    folder = run / CHECKPOINTS
+    listing = _list_torchtune(folder) if folder.is_dir() else None
+    if listing is None:
+        return None
+    whole = [row for row in listing.checkpoints if row.complete]
+    return max(whole, key=lambda row: (row.path.name.startswith("epoch"), row.step)).path if whole else None
 
 
 def _list_nemo(folder: Path) -> ForeignListing | None:
@@ -224,7 +255,7 @@ def prune_foreign(listing: ForeignListing, keep: int | None) -> list[int]:
     if listing.engine != "megatron":
         name = {"megatron-bridge": "Megatron-Bridge", "torchtune": "torchtune", "nemo": "NeMo"}[listing.engine]
         raise InputError(
-            f"{name} removes its old checkpoints itself, as `checkpoint.keep` tells it",
+            f"{name} removes its old checkpoints itself, as `checkpoint.keep` tells it, or keeps them all",
             where=str(listing.folder),
             hint="leave --prune out; --verify finds broken ones",
         )

@@ -4,6 +4,7 @@
     native                  our checkpoints: a run's folder, one of its steps, weights alone
     megatron-torch_dist     Megatron's sharded checkpoints, without a layout in them
     megatron-torch          Megatron's legacy checkpoints, one file per tensor- and pipeline-parallel rank
+    gguf                    llama.cpp's single file, as `gguf/writer.py` makes it
 
 Detecting a format needs no torch; reading tensors does.
 """
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from trainshed.checkpoints.hf.weights import CONFIG, INDEX, WEIGHTS, HfWeights
+from trainshed.checkpoints.lora.peft_config import ADAPTER_CONFIG
 from trainshed.checkpoints.megatron.iterations import LATEST_ITERATION, is_iteration_name, read_latest_iteration
 from trainshed.checkpoints.native.folder import LATEST, find_checkpoint
 from trainshed.checkpoints.weights import Weights, WeightsWriter, join_names
 from trainshed.errors import InputError, NoSuchName
 from trainshed.recipe import ModelConfig
+from trainshed.recipe.serving import EXPORT_DTYPES
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CHECKPOINTS
 from trainshed.storage import Store, StoreOptions, open_folder, open_store, parse
@@ -29,9 +32,14 @@ from trainshed.storage.manifest import MANIFEST
 if TYPE_CHECKING:
     import torch
 
+    from trainshed.checkpoints.quantization import WeightQuantization
 
-WeightsFormat = Literal["hf", "native", "megatron-torch_dist", "megatron-torch"]
 
+WeightsFormat = Literal["hf", "native", "megatron-torch_dist", "megatron-torch", "gguf"]
+FORMAT_DTYPES = EXPORT_DTYPES | {"native": ("bf16", "fp32")}
+"""The dtypes that each format is written in."""
+
+GGUF_FILE = "model.gguf"
 _LAYOUT_KEYS = ("tp", "pp", "vp", "ep", "etp")
 
 
@@ -44,7 +52,7 @@ class TargetFormat:
     is padded to a multiple of `vocab_divisible_by` · tp.
     """
 
-    to: Literal["hf", "native", "megatron"]
+    to: Literal["hf", "native", "megatron", "gguf"]
     format: Literal["torch", "torch_dist"] | None = None
     tp: int = 1
     pp: int = 1
@@ -68,6 +76,16 @@ class TargetFormat:
             raise InputError(
                 f"{self.name} has no layout in its files, so there is nothing for {', '.join(self._given_layout)}",
                 hint="leave it out: every layout reads the same files (only --to megatron --format torch is cut)",
+            )
+
+    def check_dtype(self, dtype: str | None) -> None:
+        """Refuse a dtype that this format is not written in."""
+        if dtype is not None and dtype not in FORMAT_DTYPES[self.to]:
+            formats = " or ".join(f"--to {to}" for to, dtypes in FORMAT_DTYPES.items() if dtype in dtypes)
+            raise InputError(
+                f"{self.to} is not written in {dtype}",
+                where="--dtype",
+                hint=f"write {', '.join(FORMAT_DTYPES[self.to])}; or {formats}",
             )
 
     @property
@@ -102,8 +120,22 @@ class TargetFormat:
     def _megatron_options(self) -> dict[str, Any]:
         return {"spec": self.spec or "te", "vocab_divisible_by": self.vocab_divisible_by or 128}
 
-    def writer(self, config: ModelConfig, dtype: torch.dtype, companions: Mapping[str, bytes]) -> WeightsWriter:
-        """Return the writer of this format for one model."""
+    def writer(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        companions: Mapping[str, bytes],
+        scheme: WeightQuantization | None = None,
+    ) -> WeightsWriter:
+        """Return the writer of this format for one model; `scheme` is how its weights are quantised, if they are."""
+        if self.name == "gguf":
+            from trainshed.checkpoints.gguf.writer import GgufWriter
+
+            return GgufWriter(config, dtype=dtype, scheme=scheme, companions=companions)
+        if self.name == "hf" and scheme is not None:
+            from trainshed.checkpoints.hf.float8_writer import Float8WeightsWriter
+
+            return Float8WeightsWriter(config, companions=companions)
         if self.name == "hf":
             from trainshed.checkpoints.hf.writer import HfWeightsWriter
 
@@ -125,6 +157,8 @@ class TargetFormat:
 def detect_format(address: str | Path, options: StoreOptions | None = None) -> WeightsFormat:
     """Return the format of the folder at an address, by the names of its files."""
     folder = open_folder(str(address), options)
+    if folder.head(GGUF_FILE) is not None:
+        return "gguf"
     if any(folder.head(name) is not None for name in (CONFIG, WEIGHTS, INDEX)):
         return "hf"
     megatron = _detect_megatron(folder)
@@ -172,14 +206,22 @@ def open_weights(
             return open_adapted_checkpoint(store, checkpoint, config)
         return NativeWeights(store, checkpoint.path, config, prefix=EMA_PREFIX if averaged else MODEL_PREFIX)
     folder = local_folder(address)
+    if format == "hf" and is_adapter_alone(folder):
+        from trainshed.checkpoints.lora.adapted_weights import open_adapted_folder
+
+        return open_adapted_folder(folder, config)
     if format == "hf":
         weights = HfWeights(folder, config)
         if weights.left_out:
             reporter.note(
-                f"{len(weights.left_out)} tensors of layers that predict more than the next token (MTP) are left out: "
+                f"{len(weights.left_out)} tensors of {weights.left_out_part} are left out: "
                 + join_names(weights.left_out)
             )
         return weights
+    if format == "gguf":
+        from trainshed.checkpoints.gguf.weights import GgufWeights
+
+        return GgufWeights(folder, config)
     if format == "megatron-torch_dist":
         from trainshed.checkpoints.megatron.torch_dist import MegatronDistWeights
 
@@ -187,6 +229,11 @@ def open_weights(
     from trainshed.checkpoints.megatron.legacy import MegatronLegacyWeights
 
     return MegatronLegacyWeights(folder, config=config, vocab_size=vocab_size)
+
+
+def is_adapter_alone(folder: Path) -> bool:
+    """Tell whether a folder with a model's config holds an adapter to it, and no weights: torchtune saves so."""
+    return (folder / ADAPTER_CONFIG).is_file() and not any((folder / name).is_file() for name in (WEIGHTS, INDEX))
 
 
 def local_folder(address: str | Path) -> Path:

@@ -6,13 +6,15 @@ their functions.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter
 
 from trainshed import __version__
+from trainshed.cli.examples import examples_text
 from trainshed.errors import TrainshedError
 from trainshed.redaction import redacted
 from trainshed.reporting import on_long_wait
@@ -20,6 +22,8 @@ from trainshed.reporting import on_long_wait
 VERBS = {
     "run": ("trainshed.cli.run:run", "The whole line of a recipe; skips what is already proven."),
     "plan": ("trainshed.cli.plan:app", "The layout of a training: chosen, predicted, explained."),
+    "sweep": ("trainshed.cli.sweep:sweep", "Many runs of one recipe: priced, run, compared in one table."),
+    "scaling": ("trainshed.cli.scaling:scaling", "A scaling law of runs of several sizes, with its error."),
     "submit": ("trainshed.cli.submit:submit", "Send a recipe's job to a cluster."),
     "render": ("trainshed.cli.submit:render", "Print what submit would send, byte for byte."),
     "status": ("trainshed.cli.runs:status", "How a run stands, and why."),
@@ -40,6 +44,7 @@ VERBS = {
     "serve": ("trainshed.cli.serve:serve", "The HTTP API of a checkpoint."),
     "verify": ("trainshed.cli.verify:verify", "A layout against one process, on a shrunk model."),
     "generate": ("trainshed.cli.serve:generate", "Try a checkpoint: go on with a text, or answer in a chat."),
+    "eval": ("trainshed.cli.eval:evaluate", "The scores of a checkpoint: perplexity, tasks of lm-eval, questions."),
     "checkpoints": ("trainshed.cli.checkpoints:checkpoints", "List, verify and prune the checkpoints of a run."),
     "import": ("trainshed.cli.recipes:import_file", "A NeMo, torchtune or Megatron-LM file turned into a recipe."),
     "doctor": ("trainshed.cli.cluster:doctor", "What this machine or a cluster has, lacks and gets wrong."),
@@ -49,7 +54,10 @@ VERBS = {
     ),
     "grafana": ("trainshed.cli.export_figures:grafana", "The Grafana dashboard of what Prometheus reads."),
     "schema": ("trainshed.cli.recipes:schema", "The JSON schema of recipes, for editors."),
-    "recipes": ("trainshed.cli.recipes:app", "List the shipped recipes and copy one."),
+    "recipes": ("trainshed.cli.recipes:app", "List the shipped recipes, copy one, check one."),
+    "clusters": ("trainshed.cli.clusters:app", "List the cluster files, copy one, check one."),
+    "init": ("trainshed.cli.init:app", "Write a first recipe or cluster file, from four questions or from flags."),
+    "man": ("trainshed.cli.manual:man", "Print the manual page of all commands."),
 }
 DATA_VERBS = {
     "fetch": ("trainshed.cli.data:fetch", "Copy a corpus from the Hub, HTTP or any store to a store."),
@@ -78,10 +86,14 @@ def build_app() -> App:
         version_flags=["--version"],
         result_action="return_value",
         suppress_keyboard_interrupt=False,
+        # A list has no flag that empties it, and what is off unless it is written needs no default beside it.
+        default_parameter=Parameter(negative_iterable=(), show_default=_shown_default),
     )
     data = App(name="data", help="Text to tokens, and a look inside.")
     for name, (target, summary) in VERBS.items():
-        app.command(target, name=name, help=summary)
+        # A noun with verbs of its own says them in its module.
+        epilogue = {} if target.endswith("app") else {"help_epilogue": examples_text(name)}
+        app.command(target, name=name, help=summary, **epilogue)
     for name, (target, summary) in DATA_VERBS.items():
         data.command(target, name=name, help=summary)
     app.command(data)
@@ -89,6 +101,7 @@ def build_app() -> App:
     for name, (target, summary) in MODEL_VERBS.items():
         model.command(target, name=name, help=summary)
     app.command(model)
+    app.register_install_completion_command(help="Let bash, zsh or fish complete commands and options.")
     app.command("trainshed.cli.node:worker", name="worker", show=False)
     app.command("trainshed.cli.node:agent", name="agent", show=False)
     app.command("trainshed.cli.node:ray_driver", name="ray-driver", show=False)
@@ -96,10 +109,15 @@ def build_app() -> App:
     return app
 
 
+def _shown_default(value: object) -> str | None:
+    return None if value is None or value is False or value == () else str(value)
+
+
 def run_cli(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code: 0 done, 1 the work failed, 2 the input is wrong."""
     debug = "--debug" in arguments
     on_long_wait(_tell_wait)
+    _allow_any_encoding()
     tokens = [token for token in arguments if token != "--debug"]
     try:
         if os.environ.get("TRAINSHED_PLUGINS"):
@@ -115,12 +133,38 @@ def run_cli(arguments: Sequence[str]) -> int:
         command = " ".join(["trainshed", *(error.command_chain or ())])
         return _fail(InputError(str(error), hint=f"{command} --help shows what it takes"), tokens, debug)
     except KeyboardInterrupt:
+        resumed = tuple(tokens[:1]) in _RESUMED or tuple(tokens[:2]) in _RESUMED
+        sys.stderr.write(f"stopped by Ctrl-C{'; the same command goes on where it was' if resumed else ''}\n")
         return 130
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_left():
             return 0
         return _fail(_of_the_system(error) or _fault(error), tokens, debug)
     return result if isinstance(result, int) else 0
+
+
+_RESUMED = {("run",), ("train",), ("data", "fetch"), ("data", "prepare"), ("model", "convert"), ("model", "fetch")}
+"""Commands that find what an interrupted one has left."""
+_PLAIN = str.maketrans({"…": "...", "→": "->", "✓": "ok"} | dict(zip("×·•–│█▓▒░━▶▸−µ", "x.*-|#+=-=>>-u", strict=True)))
+
+
+def _allow_any_encoding() -> None:
+    """Write what a terminal or pipe cannot show in plain letters: a report must not fail for a typographic sign."""
+    import codecs
+
+    def in_plain_letters(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        plain = error.object[error.start : error.end].translate(_PLAIN)
+        return plain.encode("ascii", "replace").decode("ascii"), error.end
+
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not _is_unicode(stream):
+            codecs.register_error("trainshed", in_plain_letters)
+            stream.reconfigure(errors="trainshed")
+
+
+def _is_unicode(stream: io.TextIOWrapper) -> bool:
+    return stream.encoding.lower().replace("-", "").startswith("utf")
 
 
 def wants_json(tokens: Sequence[str]) -> bool:
@@ -187,6 +231,9 @@ def _reader_left() -> bool:
         output = sys.stdout.fileno()
     except OSError:  # not a file at all
         return False
+    if not hasattr(select, "poll"):  # Windows cannot ask a pipe; what failed was a write to one
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+        return True
     poll = select.poll()
     poll.register(output, select.POLLOUT)
     left = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

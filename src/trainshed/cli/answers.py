@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainshed.cli.lookup import KnownRun
+    from trainshed.workflow.known_runs import KnownRun
 
 SHOWN_STEPS = 4
 """Columns of the table: the first step, and the last ones."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
+    from trainshed.launch.images import BuildTool, ImageRequest
     from trainshed.launch.preflight.verdict import CheckResult
     from trainshed.recipe import Cluster
 
@@ -111,13 +112,17 @@ def _preflight_there(cluster: Cluster, nodes: int, full: bool) -> list[CheckResu
     """Preflight as a job of the cluster's own, followed to its end."""
     from pathlib import Path
 
-    from trainshed.cli.submit import submit_and_follow
+    from trainshed import api
+    from trainshed.cli.console import reporter
     from trainshed.launch.preflight.verdict import CheckResult, newest_verdict
     from trainshed.launch.target import target_of
+    from trainshed.workflow.submission import RenderedJob
     from trainshed.workflow.submit import doctor_job
 
     job = doctor_job(cluster, nodes, full=full)
-    ended = submit_and_follow(job, target_of(cluster))
+    sent = api.send(RenderedJob(job, target_of(cluster).render(job)), reporter=reporter())
+    assert sent is not None, "nobody was asked"
+    ended = sent.wait(check=False, reporter=reporter())
     verdict = newest_verdict(Path(job.run))
     if verdict is None:
         what = f"{ended['state']}; its result lies in {job.run}/health on the cluster"
@@ -170,12 +175,17 @@ image_app = App(name="image", help="What jobs run in: a container image, or an e
 def build(
     tag: str | None = None,
     *,
+    engine: Literal["torch", "megatron", "nemo", "torchtune"] = "torch",
+    version: str | None = None,
+    fabric: Literal["tcpxo", "gib", "efa", "infiniband", "roce"] | None = None,
+    gpu: Literal["cuda", "rocm"] = "cuda",
+    ray: Annotated[bool, Parameter(negative="")] = False,
     base: str | None = None,
     venv: str | None = None,
     on: str | None = None,
     python: str = "python3",
     out: Path | None = None,
-    tool: str = "docker",
+    tool: Literal["docker", "podman", "buildah", "kaniko"] | None = None,
     push: bool = False,
 ) -> int:
     """Build the image that a cluster's jobs run in, or with --venv a Python environment on its shared disk.
@@ -184,8 +194,18 @@ def build(
     ----------
     tag
         Name of the image: registry/name:tag.
+    engine
+        What trains in it: our own engine, or one of the others with its own parts.
+    version
+        The engine's version (default: the one that recipes without a version are rendered for).
+    fabric
+        The network between nodes, whose user-space libraries it needs.
+    gpu
+        Whose GPUs.
+    ray
+        With Ray, for clusters that start jobs by it.
     base
-        The image to build on, whose PyTorch is kept (default: NVIDIA's).
+        The image to build on, whose PyTorch is kept (default: one that fits, by its exact tag).
     venv
         Make an environment at this path in place of an image; it must be new.
     on
@@ -193,63 +213,68 @@ def build(
     python
         The Python an environment is made with.
     out
-        Write the Dockerfile (or the script) into this folder and build nothing.
+        Write the Containerfile (or the script) into this folder and build nothing.
     tool
-        docker, podman or another program that takes the same words.
+        What builds it (default: the first of docker, podman, buildah and kaniko that works here).
     push
         Push the image when it is built.
     """
     from trainshed.errors import InputError
+    from trainshed.launch.images import ImageRequest
 
     if (tag is None) == (venv is None):
         raise InputError("name one thing to build", hint="write registry/name:tag, or --venv /shared/path")
+    request = ImageRequest(engine, fabric, gpu, ray, version, base)
     if venv is not None:
-        return _build_environment(venv, on, python, out)
+        return _build_environment(venv, on, python, out, request)
     assert tag is not None
-    return _build_image(tag, base, out, tool, push)
+    return _build_image(tag, request, out, tool, push)
 
 
-def _build_image(tag: str, base: str | None, out: Path | None, tool: str, push: bool) -> int:
-    import shutil
+def _build_image(tag: str, request: ImageRequest, out: Path | None, tool: BuildTool | None, push: bool) -> int:
+    import shlex
     import subprocess
     import tempfile
 
     from trainshed.cli.console import reporter
     from trainshed.errors import InputError
-    from trainshed.launch.packaging import DEFAULT_BASE_IMAGE, dockerfile, image_build_commands
+    from trainshed.launch.images import CONTAINERFILE, build_commands, containerfile, find_tool
 
-    text = dockerfile(base or DEFAULT_BASE_IMAGE)
+    text = containerfile(request)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "Dockerfile").write_text(text, encoding="utf-8")
-        commands = image_build_commands(tag, str(out), tool=tool, push=push)
-        reporter().note("written; build it with\n" + "\n".join("  " + " ".join(argv) for argv in commands))
+        (out / CONTAINERFILE).write_text(text, encoding="utf-8", newline="\n")
+        commands = build_commands(tag, str(out), tool=tool or "docker", push=push)
+        reporter().note("written; build it with\n" + "\n".join("  " + shlex.join(argv) for argv in commands))
         return 0
-    if shutil.which(tool) is None:
+    usable = find_tool(tool)
+    if usable is None:
+        commands = build_commands(tag, "FOLDER", tool=tool or "docker", push=push)
         raise InputError(
-            f"there is no `{tool}` on this machine", where="--tool", hint="write --out DIR and build it elsewhere"
+            f"no {tool or 'docker, podman, buildah or kaniko'} works on this machine",
+            where="--tool",
+            hint="write --out FOLDER, and where there is one: " + "; ".join(shlex.join(argv) for argv in commands),
         )
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "Dockerfile").write_text(text, encoding="utf-8")
-        for command in image_build_commands(tag, folder, tool=tool, push=push):
-            code = subprocess.run(command, check=False).returncode
-            if code:
+        (Path(folder) / CONTAINERFILE).write_text(text, encoding="utf-8", newline="\n")
+        for command in build_commands(tag, folder, tool=usable, push=push):
+            if subprocess.run(command, check=False).returncode:
                 return 1
     reporter().note(f"built {tag}; write it into the cluster file, best by digest: `image: {tag}`")
     return 0
 
 
-def _build_environment(venv: str, on: str | None, python: str, out: Path | None) -> int:
+def _build_environment(venv: str, on: str | None, python: str, out: Path | None, request: ImageRequest) -> int:
     import subprocess
 
     from trainshed.cli.console import reporter
-    from trainshed.launch.packaging import venv_script
+    from trainshed.launch.images import venv_script
     from trainshed.recipe import load_cluster
 
-    script = venv_script(venv, python)
+    script = venv_script(venv, python, request)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "environment.sh").write_text(script, encoding="utf-8")
+        (out / "environment.sh").write_text(script, encoding="utf-8", newline="\n")
         reporter().note(f"written; run it where the disk is: bash {out / 'environment.sh'}")
         return 0
     login = load_cluster(on).on_slurm.login if on is not None else None

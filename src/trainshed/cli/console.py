@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -79,12 +82,35 @@ def tell_wait(text: str) -> None:
 def format_amount(amount: float, unit: str) -> str:
     """Write an amount for people: bytes in decimal steps, anything else with separators."""
     if unit != "B":
-        return f"{amount:,.0f} {unit}"
+        # A rate below ten a second is often below one.
+        return f"{amount:,.0f} {unit}" if amount >= 10 or amount == int(amount) else f"{amount:.2g} {unit}"
     for step in ("B", "kB", "MB", "GB", "TB"):
         if abs(amount) < 1000 or step == "TB":
             return f"{amount:.0f} {step}" if step == "B" else f"{amount:.1f} {step}"
         amount /= 1000
     raise AssertionError("unreachable")
+
+
+def described_names(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Write names with their descriptions beside them; in a terminal that is too narrow, below them.
+
+    In a pipe every name keeps its one line, for grep.
+    """
+    widest = max((len(name) for name, _ in rows), default=0)
+    columns = shutil.get_terminal_size().columns
+    room = columns - widest - 2
+    if not (sys.stdout.isatty() or "COLUMNS" in os.environ) or room >= max((len(text) for _, text in rows), default=0):
+        return [f"{name:<{widest}}  {text}".rstrip() for name, text in rows]
+    indent = widest + 2 if room >= _NARROWEST_DESCRIPTION else 4
+    lines = []
+    for name, text in rows:
+        first, *others = textwrap.wrap(text, columns - indent, break_on_hyphens=False) or [""]
+        lines += [f"{name:<{widest}}  {first}"] if indent > widest else [name, f"    {first}"]
+        lines += [f"{'':<{indent}}{part}" for part in others]
+    return lines
+
+
+_NARROWEST_DESCRIPTION = 30
 
 
 def figures(amount: float, total: float | None, unit: str, seconds: float, *, done: bool) -> str:
@@ -147,6 +173,9 @@ class _BarTask:
         self._progress.update(self._id, text=text)
 
 
+_LABEL_WIDTH, _USUAL_WIDTH = 18, 80
+
+
 class TerminalReporter:
     """A progress bar with rate and time left."""
 
@@ -168,19 +197,23 @@ class TerminalReporter:
         """Show a bar for as long as the task runs."""
         from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
         from rich.progress import Task as RichTask
+        from rich.table import Column
         from rich.text import Text
 
         class Figures(ProgressColumn):
-            """Share, amount, rate and the time left; the time taken once it is done."""
+            """Share, amount, rate and the time left, or the time taken once it is done; then what else is known."""
 
             def render(self, task: RichTask) -> Text:
-                return Text(figures(task.completed, task.total, unit, task.elapsed or 0.0, done=task.finished))
+                shown = figures(task.completed, task.total, unit, task.elapsed or 0.0, done=task.finished)
+                return Text.assemble(shown, (f"  {task.fields['text']}".rstrip(), "dim"))
 
+        # In one line whatever the width: first the bar goes, then the end of the line.
+        one_line = Column(no_wrap=True, overflow="ellipsis")
+        padding = max(len(label), _LABEL_WIDTH if self.console.width >= _USUAL_WIDTH else 0)
         progress = Progress(
-            TextColumn("{task.description:<18}"),
+            TextColumn(f"{{task.description:<{padding}}}", table_column=Column(no_wrap=True, min_width=padding)),
             BarColumn(bar_width=24),
-            Figures(),
-            TextColumn("{task.fields[text]}", style="dim"),
+            Figures(table_column=one_line),
             console=self.console,
         )
         with progress:
@@ -203,19 +236,28 @@ def training_progress(steps: int) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 
 class _ProgressLines:
-    """Says each event in a line."""
+    """Says each event in a line; of the steps the first, the last, and at most one every few seconds."""
 
     def __init__(self, shown: Reporter, steps: int) -> None:
         self.shown, self.words = shown, EventFormatter(steps)
+        self.last_step_line: float | None = None
 
     def __call__(self, event: dict[str, Any]) -> None:
         text = self.words.format(event)
-        if text is None:
+        if text is None or (event["kind"] == "step" and not self._is_due(event["step"] + 1)):
             return
         if event["kind"] in ("warning", "non_finite", "spike", "stall", "alarm"):
             self.shown.warn(text)
         else:
             self.shown.note(text)
+
+    def _is_due(self, done: int) -> bool:
+        now = time.monotonic()
+        is_first, is_last = self.last_step_line is None, done == self.words.steps
+        if not is_first and not is_last and now - (self.last_step_line or 0.0) < PLAIN_SECONDS_BETWEEN_LINES:
+            return False
+        self.last_step_line = now
+        return True
 
 
 class _ProgressBar(_ProgressLines):

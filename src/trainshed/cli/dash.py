@@ -12,8 +12,8 @@ from trainshed.cli.console import Output
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trainshed.cli.lookup import KnownRun
     from trainshed.observe.dash.run_files import RunSource
+    from trainshed.workflow.known_runs import KnownRun
 
 
 def dash(
@@ -122,8 +122,8 @@ def _save(list_sources: Callable[[], list[RunSource]], path: Path, output: Outpu
 
 def _list_sources(runs: Sequence[str], on: str) -> Callable[[], list[RunSource]]:
     """Return what looks the runs up, each time anew: runs begin while the page is open."""
-    from trainshed.cli.lookup import find_run, known_runs
     from trainshed.recipe import load_cluster
+    from trainshed.workflow.known_runs import find_run, known_runs
 
     cluster = load_cluster(on)
     sources: dict[str, RunSource] = {}
@@ -144,11 +144,11 @@ def _list_sources(runs: Sequence[str], on: str) -> Callable[[], list[RunSource]]
 
 def run_source(known: KnownRun) -> RunSource:
     """Return a run as the dashboard reads it."""
-    from trainshed.cli.runs import run_place
     from trainshed.data.prompts import read_answers
     from trainshed.launch.stored_run import planned_steps
     from trainshed.observe.dash.run_files import RunSource
     from trainshed.storage import LocalStore
+    from trainshed.workflow.run_state import run_place
 
     # A run whose folder is not seen from here has a page too: an empty one, beside those that are seen.
     store = known.store() if known.home is not None else LocalStore(Path(known.address).expanduser())

@@ -42,7 +42,6 @@ def export_figures(
     """
     from dataclasses import asdict
 
-    from trainshed.cli.lookup import find_run
     from trainshed.errors import InputError
     from trainshed.observe.exporters import ExportedRun
     from trainshed.observe.exporters.export_run import export_run
@@ -52,6 +51,7 @@ def export_figures(
     from trainshed.run_folder import RECIPE_FILE
     from trainshed.storage import open_store
     from trainshed.workflow import store_options
+    from trainshed.workflow.known_runs import find_run
 
     if foreign := next((word for word in overrides if not word.startswith("observe.")), None):
         raise InputError(f"`{foreign}` is not an option of a tool", hint=f"write observe.{to}.KEY=VALUE")

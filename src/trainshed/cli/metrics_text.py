@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from trainshed.observe.event_text import format_duration
 
 if TYPE_CHECKING:
-    from trainshed.cli.metrics import MeasuredTraining
     from trainshed.observe.goodput import RunGoodput
     from trainshed.observe.metrics import MeasuredStepTimes, RunMetrics
+    from trainshed.workflow.measure import MeasuredTraining
 
 _BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 _BINS = 24

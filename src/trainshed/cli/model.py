@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trainshed.checkpoints.prove.compare import WeightsComparison
     from trainshed.checkpoints.prove.logits import PromptBatch
     from trainshed.checkpoints.weights import Weights
+    from trainshed.observe.evaluations import EvaluationRecord
 
 
 # The same weights a second time, as the authors' own code reads them (Llama, Mistral); the seeds leave them out too.
@@ -79,7 +80,7 @@ def convert(
     src: str,
     dst: str,
     *,
-    to: Literal["hf", "native", "megatron"],
+    to: Literal["hf", "native", "megatron", "gguf"],
     format: Literal["torch", "torch_dist"] | None = None,
     tp: int = 1,
     pp: int = 1,
@@ -89,14 +90,14 @@ def convert(
     spec: Literal["te", "local"] | None = None,
     vocab_divisible_by: int | None = None,
     vocab_size: int | None = None,
-    dtype: Literal["bf16", "fp32"] | None = None,
+    dtype: Literal["bf16", "fp32", "fp16", "fp8", "q8_0"] | None = None,
     tokenizer: str | None = None,
     logits: bool = True,
     workers: int = 4,
     scratch: Path | None = None,
     output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
 ) -> int:
-    """Convert weights between Hugging Face, Megatron and native checkpoints, and prove that nothing changed.
+    """Convert weights between Hugging Face, Megatron, native checkpoints and to GGUF, and prove that nothing changed.
 
     The format of SRC is found by its files. DST appears when it is complete and proven: every tensor is read back and
     compared bit by bit, the logits are compared, and the verdict is stored as DST/verdict.json. Killed at any moment,
@@ -130,7 +131,8 @@ def convert(
     vocab_size
         The true vocabulary of a Megatron source whose args do not say it.
     dtype
-        Cast the weights (default: as they are stored).
+        Cast the weights (default: as they are stored). fp8 is for hf (compressed-tensors, which vLLM reads), fp16 and
+        q8_0 are for gguf.
     tokenizer
         A folder in any store whose tokenizer and chat template go with the weights (default: the source's own).
     logits
@@ -323,6 +325,8 @@ def inspect(
 ) -> int:
     """Show what weights are: format, family, parameters of each part, dtype, vocabulary, layout, files, verdict.
 
+    Scores of `trainshed eval` are shown with them.
+
     Looks at headers and manifests; only Megatron's checkpoints need torch for that.
 
     Parameters
@@ -337,11 +341,29 @@ def inspect(
     """
     from trainshed.checkpoints.inspection import inspect_weights
     from trainshed.cli.console import print_report
-    from trainshed.cli.lookup import checkpoint_address
+    from trainshed.workflow.known_runs import checkpoint_address
 
     inspection = inspect_weights(checkpoint_address(path, on))
-    print_report({"schema": "trainshed.model.inspect/1", **inspection.to_plain()}, output, _inspection_text(inspection))
+    evaluations = _evaluations(inspection)
+    data = {"schema": "trainshed.model.inspect/1", **inspection.to_plain()}
+    data["evaluations"] = [record.to_plain() for record in evaluations]
+    lines = [_inspection_text(inspection), *([] if not evaluations else ["  scores"])]
+    lines += [f"    {record.label}: {record.scores_text()}" for record in evaluations]
+    print_report(data, output, "\n".join(lines))
     return 0
+
+
+def _evaluations(inspection: WeightsInspection) -> list[EvaluationRecord]:
+    """The scores of these weights: beside them, or in their run."""
+    from trainshed.checkpoints.lora.checkpoint_spec import run_folder_of
+    from trainshed.observe.evaluations import list_evaluations
+    from trainshed.storage import LocalStore, parse
+
+    if parse(inspection.address).scheme != "file":
+        return []
+    run = run_folder_of(inspection.address) if inspection.step is not None else None
+    records = list_evaluations(LocalStore(run or str(parse(inspection.address))))
+    return [record for record in records if record.step == inspection.step]
 
 
 def _inspection_text(inspection: WeightsInspection) -> str:
@@ -422,8 +444,8 @@ def merge(
     """
     from trainshed.checkpoints.formats import local_folder
     from trainshed.cli.console import format_amount, print_report, reporter
-    from trainshed.cli.lookup import checkpoint_address
     from trainshed.errors import MissingExtra
+    from trainshed.workflow.known_runs import checkpoint_address
 
     try:
         from trainshed.checkpoints.lora.merge import merge_adapter

@@ -3,7 +3,7 @@
 worker                  one rank of a training, or the one process of another stage
 agent                   what every node of a job runs, on every target
 ray-driver              the entrypoint of a Ray job
-kubernetes drive, meet  what runs inside the pods of a job
+kubernetes meet         what the pods of a PyTorchJob run first
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 
 def worker(
-    stage: Literal["train", "fetch", "convert", "tokenise", "prepare", "export"],
+    stage: Literal["train", "fetch", "convert", "tokenise", "prepare", "upload", "export", "eval"],
     *overrides: str,
     run: Path | None = None,
     attempt: int | None = None,
     job: Path | None = None,
     part: str = "0/1",
+    follow: bool = False,
     on: str = "local",
 ) -> int:
     """Run one stage: training as one rank of an attempt, anything else as the only process.
@@ -37,21 +38,30 @@ def worker(
     overrides
         Keys of the cluster file to change, as cluster.key=value.
     run
-        Training: the run's folder.
+        Training, or checkpoints that are evaluated beside it: the run's folder.
     attempt
         Training: the attempt that whoever started this rank has taken.
     job
         Other stages: the folder of the job's files.
     part
         Which part of a stage that is cut into several, as 0/4.
+    follow
+        Of upload: go on beside a training until a signal ends it.
     on
         The cluster file that says where it runs.
     """
     from trainshed.errors import InputError
 
+    if stage == "eval" and run is not None:
+        from trainshed.cli.console import PlainReporter
+        from trainshed.workflow.evaluate_run import evaluate_held
+
+        return evaluate_held(run, PlainReporter())
     if stage != "train":
         if job is None:
             raise InputError(f"the stage {stage} is told by --job DIR what to do")
+        if follow:
+            return _follow_training(stage, job)
         return _run_cpu_stage(stage, job, part)
     if run is None or attempt is None:
         raise InputError("a rank is told by --run and --attempt what to train")
@@ -94,6 +104,16 @@ def _check_tokens(run: PreparedRun, options: StoreOptions, health: Path) -> None
     except TrainshedError as error:
         write_rank_error(health, 0, error)
         raise
+
+
+def _follow_training(stage: str, job: Path) -> int:
+    from trainshed.cli.console import reporter
+    from trainshed.errors import InputError
+    from trainshed.workflow.stages import follow_training
+
+    if stage != "upload":
+        raise InputError(f"the stage {stage} runs beside no training", where="--follow", hint="only upload does")
+    return follow_training(job, reporter=reporter())
 
 
 def _run_cpu_stage(stage: str, job: Path, part: str) -> int:
@@ -143,30 +163,6 @@ def ray_driver(stage: str | None = None, *, job: Path) -> int:
 
 
 app = App(name="kubernetes", help="What runs inside the pods of a job.")
-
-
-@app.command
-def drive(*, manifests: Path) -> int:
-    """Create the stages of a job one after another, each when the one before has succeeded.
-
-    Parameters
-    ----------
-    manifests
-        The folder with the stages' manifests, in the order of their names.
-    """
-    import os
-
-    from trainshed.cli.console import reporter
-    from trainshed.errors import InputError
-    from trainshed.launch.kubernetes.api import connect_in_cluster
-    from trainshed.launch.kubernetes.driver import drive as drive_stages
-
-    host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
-    if not host or not port:
-        raise InputError("this is no pod of a cluster", hint="`trainshed submit` makes one that runs this")
-    with connect_in_cluster(host, port) as api:
-        drive_stages(api, manifests, reporter=reporter())
-    return 0
 
 
 @app.command

@@ -10,11 +10,11 @@ from trainshed.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainshed.cli.lookup import KnownRun
     from trainshed.launch.job import Job
     from trainshed.launch.pages import Page
     from trainshed.launch.submissions import Submission
     from trainshed.launch.target import RemoteCommand, StageState
+    from trainshed.workflow.known_runs import KnownRun
 
 _ANSWER_SECONDS = 120.0
 """TensorBoard takes many seconds to start on a busy disk."""
@@ -49,8 +49,8 @@ def open_page(
     dry_run
         Print the command, and the objects that would be made, and do nothing.
     """
-    from trainshed.cli.lookup import find_run
     from trainshed.launch.pages import PAGE_PORTS
+    from trainshed.workflow.known_runs import find_run
 
     known = find_run(run, on=on)
     if page == "serve":
@@ -60,15 +60,12 @@ def open_page(
     chosen = port or PAGE_PORTS[page]
     if keep:
         return _keep_page(known, page, chosen, dry_run)
-    if known.home is not None:
-        return _open_here(known, page, chosen, dry_run, on)
-    submission = known.submission
+    submission = known.submission if known.home is None else None
     if submission is not None and submission.cluster.target == "slurm":
         return _open_on_slurm(submission, page, chosen, dry_run)
     if submission is not None and submission.cluster.target == "kubernetes":
         return _open_in_pod(submission, page, chosen, dry_run)
-    known.local_folder()  # raises: nobody here sees it
-    raise AssertionError(known)
+    return _open_here(known, page, chosen, dry_run, on)
 
 
 def _open_server(known: KnownRun, port: int | None, dry_run: bool) -> int:
@@ -86,6 +83,7 @@ def _open_here(known: KnownRun, page: Page, port: int, dry_run: bool, on: str) -
     from trainshed.launch.pages import FiguresCopy, check_figures, local_tensorboard
     from trainshed.run_folder import TENSORBOARD
 
+    store = known.store()  # raises where nothing here sees the run's files
     if page == "dash":
         from trainshed.cli.dash import dash
 
@@ -93,7 +91,6 @@ def _open_here(known: KnownRun, page: Page, port: int, dry_run: bool, on: str) -
             sys.stdout.write(f"trainshed dash {known.home} --port {port}\n")
             return 0
         return dash(str(known.home), on=on, port=port)
-    store = known.store()
     check_figures(store, known.run)
     with ExitStack() as stack:
         if known.folder is not None or dry_run:
@@ -112,8 +109,8 @@ def _open_on_slurm(submission: Submission, page: Page, port: int, dry_run: bool)
 
     # Whoever has an account on the login node reaches its loopback; TensorBoard has no password.
     token = secrets.token_urlsafe(24) if page == "dash" else None
-    opened = slurm_page(submission.cluster, page, submission.submitted.run, port, token)
-    return _show(opened.way, port, dry_run, token=token)
+    command = slurm_page(submission.cluster, page, submission.submitted.run, port)
+    return _show(command, port, dry_run, token=token)
 
 
 def _open_in_pod(submission: Submission, page: Page, port: int, dry_run: bool) -> int:
@@ -158,7 +155,7 @@ def _keep_page(known: KnownRun, page: Page, port: int, dry_run: bool) -> int:
 
 
 def _removal(job: Job) -> str:
-    from trainshed.launch.kubernetes.objects import INSTANCE_LABEL
+    from trainshed.launch.kubernetes.kinds import INSTANCE_LABEL
     from trainshed.launch.target import kubectl_command
 
     kubectl = " ".join(kubectl_command(job.cluster))
@@ -250,8 +247,8 @@ def exec_in(
     dry_run
         Print the command and do nothing.
     """
-    from trainshed.cli.lookup import find_run
     from trainshed.launch.target import shell_command
+    from trainshed.workflow.known_runs import find_run
 
     submission, state = _submitted_stage(find_run(run), stage)
     return _execute(shell_command(submission.cluster, submission.submitted, state, rank, command or ("bash",)), dry_run)

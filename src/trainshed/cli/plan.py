@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from trainshed.cli.console import Output
+from trainshed.cli.examples import examples_text
 
 if TYPE_CHECKING:
     from trainshed.plan.machine_file import MachineMeasurements
@@ -93,41 +94,59 @@ def plan(
     output
         Report as text or json.
     """
+    from trainshed import api
     from trainshed.cli.console import print_report
-    from trainshed.cli.plan_request import PlanFlags, request_from_flags, split_values
-    from trainshed.errors import InputError
-    from trainshed.plan.planner import make_plan
     from trainshed.plan.report.page import check_report_path, write_report
+    from trainshed.workflow.plan_request import PlanFlags, check_top, split_values
 
+    check_top(top)
     gpu_names = split_values(gpu)
-    flags = PlanFlags(
-        recipe,
-        overrides,
-        on,
-        model,
-        gpu_names[0] if gpu_names else None,
-        machine,
-        gpus,
-        nodes,
-        seq,
-        global_batch,
-        precision,
-        layout,
-        engine,
-        steps,
-        tokens,
-        price,
-        calibration,
-    )
-    if top < 1:
-        raise InputError(f"{top} layouts cannot be shown", where="--top", hint="write 1 or more")
     if len(gpu_names) > 1:
         from trainshed.cli.plan_picture import compare_gpus
 
+        flags = PlanFlags(
+            recipe,
+            overrides,
+            on,
+            model,
+            gpu_names[0],
+            machine,
+            gpus,
+            nodes,
+            seq,
+            global_batch,
+            precision,
+            layout,
+            engine,
+            steps,
+            tokens,
+            price,
+            calibration,
+        )
         return compare_gpus(flags, gpu_names, report, top=top, explained=explain, output=output)
     if report is not None:
         check_report_path(report)
-    chosen = make_plan(request_from_flags(flags), top=top, explained=explain)
+    chosen = api.plan(
+        recipe,
+        *overrides,
+        on=on,
+        model=model,
+        gpu=gpu_names[0] if gpu_names else None,
+        machine=machine,
+        gpus=gpus,
+        nodes=nodes,
+        seq=seq,
+        global_batch=global_batch,
+        precision=precision,
+        layout=layout,
+        engine=engine,
+        steps=steps,
+        tokens=tokens,
+        price=price,
+        calibration=calibration,
+        explain=explain,
+        top=top,
+    )
     if report is not None:
         write_report(chosen, report, top=top)
     print_report(chosen.to_plain(), output, "" if output == "json" else _picture(chosen, top, report))
@@ -367,7 +386,9 @@ PLAN_VERBS = {
     "probe": ("trainshed.cli.plan:probe", "Measure this machine and write a file that describes it."),
 }
 
-app = App(name="plan", help="The layout of a training: chosen, predicted, explained.")
+app = App(
+    name="plan", help="The layout of a training: chosen, predicted, explained.", help_epilogue=examples_text("plan")
+)
 app.default(plan)
 for _name, (_target, _summary) in PLAN_VERBS.items():
     app.command(_target, name=_name, help=_summary)

@@ -12,12 +12,12 @@ from trainshed.cli.console import Output
 from trainshed.run_folder import RECIPE_FILE
 
 if TYPE_CHECKING:
-    from trainshed.cli.plan_request import PlanFlags
     from trainshed.observe.measured_run import MeasuredRun
     from trainshed.plan.calibration import Calibration
     from trainshed.plan.layout import RankLayout
     from trainshed.plan.performance.prediction import LayoutPrediction
     from trainshed.plan.training_shape import TrainingShape
+    from trainshed.workflow.plan_request import PlanFlags
 
 
 _PLAUSIBLE = (0.5, 2.0)
@@ -89,8 +89,8 @@ def calibrate(
         Report as text or json.
     """
     from trainshed.cli.console import print_report, reporter
-    from trainshed.cli.plan_request import PlanFlags
     from trainshed.plan.calibration import store_calibration
+    from trainshed.workflow.plan_request import PlanFlags
 
     flags = PlanFlags(
         recipe=like,
@@ -149,7 +149,7 @@ def _from_run(folder: Path, flags: PlanFlags) -> _LearntCalibration:
     assert measured.attempt is not None, "our events say it"
     layout = read_plan(folder, measured.attempt)
     training = TrainingShape(
-        model=model_shape(config),
+        model=model_shape(recipe.trained_architecture(config)),
         sequence_length=recipe.data.sequence_length or config.max_positions,
         global_batch=recipe.train.global_batch,
         precision=recipe.train.precision,
@@ -171,9 +171,9 @@ def _where_it_ran(measured: MeasuredRun, flags: PlanFlags) -> Any:
     from trainshed.catalog.machines import find_machine
     from trainshed.errors import InputError
     from trainshed.plan.training_shape import hardware_of, hardware_of_gpu
-    from trainshed.recipe import load_cluster
+    from trainshed.recipe import as_cluster
 
-    machine = flags.machine or (load_cluster(flags.on).gpu_machine if flags.on else None)
+    machine = flags.machine or (as_cluster(flags.on).gpu_machine if flags.on else None)
     if machine is not None:
         return hardware_of(find_machine(machine))
     if flags.gpu is not None:
@@ -190,10 +190,10 @@ def _where_it_ran(measured: MeasuredRun, flags: PlanFlags) -> Any:
 def _from_log(path: Path, flags: PlanFlags, version: str | None) -> _LearntCalibration:
     from dataclasses import replace
 
-    from trainshed.cli.plan_request import request_from_flags
     from trainshed.errors import InputError
     from trainshed.observe.measured_run import measure_log
     from trainshed.plan.layout import resolve_layout
+    from trainshed.workflow.plan_request import request_from_flags
 
     measured = measure_log(path)
     if flags.recipe is None and flags.global_batch is None:

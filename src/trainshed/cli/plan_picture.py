@@ -16,7 +16,6 @@ from rich.style import Style
 from rich.text import Text
 
 from trainshed.cli.console import Output, print_report
-from trainshed.cli.plan_request import PlanFlags, request_from_flags
 from trainshed.errors import InputError
 from trainshed.plan.layout import describe_layout, format_layout
 from trainshed.plan.performance.memory import GpuMemory
@@ -37,6 +36,7 @@ from trainshed.plan.report.text import (
     time_differences,
 )
 from trainshed.plan.search.scaling import BREAKS_BELOW, ScalingCurve, ScalingPoint
+from trainshed.workflow.plan_request import PlanFlags, request_from_flags
 
 if TYPE_CHECKING:
     from trainshed.plan.budget.budget import RunBudget
@@ -286,8 +286,20 @@ def picture(answer: Plan, console: Console, *, top: int) -> str:
             if number:
                 console.print()
             for line in block:
-                console.print(line, soft_wrap=True)
+                for part in _folded(line, console, width):
+                    console.print(part, soft_wrap=True)
     return captured.get()
+
+
+def _folded(line: Text, console: Console, width: int) -> list[Text]:
+    """A line in as many as a narrow terminal needs, cut between words, the others indented below the first."""
+    if line.cell_len <= width:
+        return [line]
+    first, *others = line.wrap(console, width - _FOLDED_INDENT)
+    return [first, *(Text(" " * _FOLDED_INDENT).append_text(part) for part in others)]
+
+
+_FOLDED_INDENT = len("  layout  ")
 
 
 def _title(text: str) -> Text:

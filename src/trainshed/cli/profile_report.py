@@ -1,4 +1,4 @@
-"""The profiles of a run as text or JSON; the command that reports the figures of a run calls it."""
+"""`trainshed metrics RUN --profiles`: what the traces of a run say, as text or JSON."""
 
 from __future__ import annotations
 
@@ -10,31 +10,46 @@ if TYPE_CHECKING:
     from trainshed.observe.profile_summary import ProfileSummary
 
 
-def report_profiles(place: Path, output: Output = "text") -> int:
-    """Print the figures of a trace, or of all traces in a run's folder; returns the exit code."""
-    from trainshed.cli.console import print_report
+def report_profiles(run_or_trace: str, on: str = "local", output: Output = "text") -> int:
+    """Print the figures of a trace, or of all traces of a run; returns the exit code."""
+    from tempfile import TemporaryDirectory
 
-    data = profile_data(place)
+    from trainshed.cli.console import print_report, reporter
+    from trainshed.observe.profile_summary import TRACE_FOLDERS
+    from trainshed.storage import copy_tree
+    from trainshed.workflow.known_runs import find_run
+
+    with TemporaryDirectory() as copies:
+        place = Path(run_or_trace).expanduser()
+        if not place.is_file() or place.suffix in (".yaml", ".yml"):
+            known = find_run(run_or_trace, on=on)
+            place = known.folder
+            if place is None and "://" in known.address:
+                include = [f"{folder}/**" for folder in TRACE_FOLDERS]
+                copy_tree(known.address, copies, include=include, reporter=reporter(), options=known.options)
+                place = Path(copies)
+            place = place or known.local_folder()
+        data = profile_data(place, run_or_trace)
     print_report(data, output, profile_text(data))
     return 0
 
 
-def profile_data(place: Path) -> dict[str, Any]:
-    """Return the figures of the traces at a place: one trace, or a run's folder."""
-    from trainshed.errors import NotFound
+def profile_data(place: Path, name: str | None = None) -> dict[str, Any]:
+    """Return the figures of the traces at a place: one trace, or a run's folder; errors call it `name`."""
+    from trainshed.errors import InputError
     from trainshed.observe.profile_summary import find_reports, find_traces, read_summary
 
     traces = [place] if place.is_file() else find_traces(place)
     reports = [] if place.is_file() else find_reports(place)
     if not traces and not reports:
-        raise NotFound(
+        raise InputError(
             "this run has no profiles",
-            where=str(place),
+            where=name or str(place),
             hint="write `observe: {profile: {start: 10, steps: 3}}` into its recipe and start it again",
         )
     return {
         "schema": "trainshed.profiles/1",
-        "run": str(place),
+        "run": name or str(place),
         "profiles": [_plain(place, trace, read_summary(trace)) for trace in traces],
         "nsys": [str(report) for report in reports],
     }

@@ -6,19 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from trainshed.cli.console import Output, print_report
+from trainshed.cli.console import Output, described_names, print_report
+from trainshed.cli.examples import examples_text
 
 if TYPE_CHECKING:
     from trainshed.engines.importing import ImportedConfig, MappedSetting
 
 
-app = App(name="recipes", help="List the shipped recipes and copy one.")
+app = App(name="recipes", help="List the shipped recipes, copy one, check one.", help_epilogue=examples_text("recipes"))
 
 
 @app.default
@@ -32,11 +34,44 @@ def list_recipes(*, output: Annotated[Output, Parameter(name=["--output", "-o"])
     """
     from trainshed.recipe import shipped_recipes
 
-    rows = [{"name": name, "description": _first_comment(file)} for name, file in shipped_recipes().items()]
-    width = max((len(row["name"]) for row in rows), default=0)
-    lines = [f"{row['name']:<{width}}  {row['description']}" for row in rows]
+    rows = [{"name": name, "description": first_comment(file)} for name, file in shipped_recipes().items()]
+    lines = described_names([(row["name"], row["description"]) for row in rows])
     text = "\n".join([*lines, "", "copy one to change it: trainshed recipes copy NAME"])
     print_report({"schema": "trainshed.recipes/1", "recipes": rows}, output, text)
+
+
+app.command(list_recipes, name="list")
+
+
+@app.command
+def check(
+    recipe: str,
+    /,
+    *overrides: str,
+    on: str = "local",
+    output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
+) -> None:
+    """Check a recipe against a cluster without fetching, planning or running anything.
+
+    Parameters
+    ----------
+    recipe
+        A recipe file, or the name of a shipped one (`trainshed recipes`).
+    overrides
+        Keys to change, as key.sub=value (train.steps=100, cluster.store=/data).
+    on
+        The cluster file that says where it would run.
+    output
+        `json` for programs.
+    """
+    from trainshed.recipe import load_cluster, load_recipe, split_overrides
+    from trainshed.workflow import check_runnable
+
+    for_recipe, for_cluster = split_overrides(overrides)
+    loaded, cluster = load_recipe(recipe, for_recipe), load_cluster(on, for_cluster)
+    check_runnable(loaded, cluster)
+    report = {"schema": "trainshed.recipes.check/1", "name": loaded.name, "on": cluster.name}
+    print_report(report, output, f"{loaded.name}: every key is known, and {cluster.name} would run it")
 
 
 @app.command
@@ -65,11 +100,11 @@ def copy(
     print_report({"schema": "trainshed.recipes.copy/1", "files": [str(file) for file in written]}, output, text)
 
 
-def _first_comment(file: Path) -> str:
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if line.startswith("#"):
-            return line.lstrip("# ").strip()
-    return ""
+def first_comment(file: Path) -> str:
+    """Return the first sentence of a file's first comment, which says what it is."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comment = takewhile(lambda line: line.startswith("#"), dropwhile(lambda line: not line.startswith("#"), lines))
+    return " ".join(line.lstrip("# ").strip() for line in comment).partition(". ")[0].rstrip(".")
 
 
 def import_file(
@@ -102,14 +137,14 @@ def import_file(
 
     for written in (out, cluster_out):
         if written is not None:
-            _check_new_file(written)
+            check_new_file(written)
     imported = read(file, gpus=gpus)
     text = recipe_text(imported, file.name)
     problem = load_problem(text)
     if out is not None:
-        _write_new_file(out, text)
+        write_new_file(out, text)
     if cluster_out is not None:
-        _write_new_file(cluster_out, cluster_text(imported, file.name))
+        write_new_file(cluster_out, cluster_text(imported, file.name))
     account = _import_text(imported, file.name, out, problem)
     data = {"schema": "trainshed.import/1", **asdict(imported), "recipe_text": text, "problem": problem}
     if out is None and output == "text":
@@ -121,14 +156,16 @@ def import_file(
         print_report(data, output, account)
 
 
-def _check_new_file(path: Path) -> None:
+def check_new_file(path: Path) -> None:
+    """Refuse a file that exists."""
     from trainshed.errors import InputError
 
     if path.exists():
         raise InputError("is already there, and nothing is overwritten", where=str(path), hint="write another name")
 
 
-def _write_new_file(path: Path, text: str) -> None:
+def write_new_file(path: Path, text: str) -> None:
+    """Write a file that does not exist yet."""
     from trainshed.errors import InputError
 
     try:
@@ -141,9 +178,10 @@ def _write_new_file(path: Path, text: str) -> None:
 def _import_text(imported: ImportedConfig, source: str, out: Path | None, problem: str | None) -> str:
     same = sum(key.ours.startswith("written by Trainshed") for key in imported.mapped)
     shown = [key for key in imported.mapped if not key.ours.startswith("written by Trainshed")]
+    mistakes = "1 mistake" if len(imported.mistakes) == 1 else f"{len(imported.mistakes)} mistakes"
     lines = [
         f"{source}: a {imported.kind} configuration; {len(imported.mapped)} settings mapped, "
-        f"{len(imported.dropped)} dropped, {len(imported.mistakes)} mistakes"
+        f"{len(imported.dropped)} dropped, {mistakes}"
     ]
     if shown:
         lines += ["", f"mapped (and {same} that Trainshed writes in any case)" if same else "mapped"]

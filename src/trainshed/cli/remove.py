@@ -12,7 +12,8 @@ from trainshed.cli.console import Output
 from trainshed.run_folder import store_of
 
 if TYPE_CHECKING:
-    from trainshed.cli.lookup import KnownRun
+    from trainshed.workflow.kept_sweeps import KeptSweep
+    from trainshed.workflow.known_runs import KnownRun
     from trainshed.workflow.remove import Removal
 
 
@@ -26,12 +27,13 @@ def rm(
     """Remove a run: its folder, its checkpoints wherever they are kept, and the record of its submission.
 
     Artefacts (tokens, tokenizers, base weights) stay, since other runs may share them: `trainshed clean` finds those
-    that none does. A run that is running, or that another run began from, is refused.
+    that none does. A run that is running, or that another run began from, is refused. Of a sweep only its table and
+    its page are removed: its runs stay.
 
     Parameters
     ----------
     run
-        A run: its name, name/id, folder or recipe file (`trainshed ls`).
+        A run: its name, name/id, folder or recipe file (`trainshed ls`); or a sweep: its name/id or folder.
     yes
         Do not ask before removing.
     on
@@ -40,13 +42,16 @@ def rm(
         Report as text or json.
     """
     from trainshed.cli.console import print_report
-    from trainshed.cli.lookup import find_run
     from trainshed.launch.local import LocalRun
     from trainshed.launch.submissions import forget_submission
     from trainshed.recipe import load_cluster
     from trainshed.workflow import store_options
+    from trainshed.workflow.kept_sweeps import find_sweep
+    from trainshed.workflow.known_runs import find_run
     from trainshed.workflow.remove import plan_removal
 
+    if "://" not in run and (kept := find_sweep(run, load_cluster(on))) is not None:
+        return _remove_sweep(kept, yes, output)
     known = find_run(run, on=on)
     _refuse_running(known)
     folder = known.folder
@@ -76,6 +81,22 @@ def rm(
     }
     print_report(data, output, "\n".join([f"removed {known.run}", *lines]))
     return 0
+
+
+def _remove_sweep(kept: KeptSweep, yes: bool, output: Output) -> int:
+    from trainshed.cli.console import print_report
+
+    stays = f"  its {len(kept.runs)} runs stay: {', '.join(kept.runs[:_SHOWN_RUNS])}" + (
+        " …" if len(kept.runs) > _SHOWN_RUNS else ""
+    )
+    _confirm(f"to be removed: the sweep {kept.sweep}", [f"  {kept.address}", stays], yes, output)
+    files = kept.remove()
+    data = {"schema": "trainshed.rm.sweep/1", "sweep": kept.sweep, "folder": kept.address, "files": files}
+    print_report(data, output, f"removed the sweep {kept.sweep}\n{stays}")
+    return 0
+
+
+_SHOWN_RUNS = 4
 
 
 def clean(
@@ -145,8 +166,8 @@ def _removal_lines(parts: list[Removal]) -> list[str]:
 
 def _refuse_running(known: KnownRun) -> None:
     """A job that a scheduler still has would write the folder again."""
-    from trainshed.cli.runs import run_status
     from trainshed.errors import InputError
+    from trainshed.workflow.run_state import run_status
 
     if known.submission is None:
         return

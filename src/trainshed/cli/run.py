@@ -50,33 +50,29 @@ def run(
     output
         Report as text or json.
     """
+    from trainshed import api
     from trainshed.cli.console import print_report, reporter, training_progress
-    from trainshed.errors import InputError
-    from trainshed.plan import parse_layout
-    from trainshed.recipe import load_cluster, load_recipe, split_overrides
-    from trainshed.workflow import run as run_here
+    from trainshed.recipe import load_cluster, split_overrides
 
-    if workers is not None and workers < 1:
-        raise InputError(f"--workers {workers} is less than one", hint="write --workers 1 or more, or leave it out")
     for_recipe, for_cluster = split_overrides(overrides)
     cluster = load_cluster(on, for_cluster)
-    if cluster.target != "local":
+    if cluster.target != "local" and layout is None and workers is None:
         from trainshed.cli.submit import run_on_cluster
 
-        if layout is not None or workers is not None:
-            raise InputError("--layout and --workers are for this machine", hint="write layout.tp=2 …, or `--on local`")
         return run_on_cluster(recipe, overrides, on, id, nodes, output)
-    if nodes is not None:
-        raise InputError("--nodes is for other clusters: here the layout says how many ranks", hint="write --layout")
-    finished = run_here(
-        load_recipe(recipe, for_recipe),
-        cluster,
+    done = api.run(
+        recipe,
+        *for_recipe,
+        on=cluster,
         id=id,
-        layout=parse_layout(layout) if layout else None,
+        layout=layout,
         workers=workers,
+        nodes=nodes,
         reporter=reporter(),
         watch=training_progress,
     )
+    finished = done.trained
+    assert finished is not None, "it was trained here"
     data = _run_report(finished) | {"next": look_further(finished, cluster)}
     print_report(data, output, _run_text(data, finished))
     return finished.exit_code
@@ -110,6 +106,8 @@ def _run_report(finished: TrainedRun) -> dict[str, Any]:
         data["export"] = finished.export
         if run.recipe.serve is not None:
             data["serve"] = local_serve_command(run.recipe, finished.export)
+    if finished.evaluation is not None:
+        data["evaluations"] = [record.to_plain() for record in finished.evaluation.records]
     return data
 
 
@@ -134,6 +132,8 @@ def _run_text(data: dict[str, Any], finished: TrainedRun) -> str:
     lines.append(training_text(data["training"]))
     if "export" in data:
         lines.append(f"  exported and proven: {data['export']}")
+    if finished.evaluation is not None:
+        lines += [f"  {record.label}: {record.scores_text()}" for record in finished.evaluation.records]
     if "serve" in data:
         lines.append(f"  serve it here with: {data['serve']}")
     if data["next"]:
@@ -192,20 +192,22 @@ def train(
     output
         Report as text or json.
     """
+    from trainshed import api
     from trainshed.cli.console import print_report, reporter, training_progress
     from trainshed.plan import parse_layout
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
     from trainshed.workflow import check_runnable, open_run
-    from trainshed.workflow import train as train_here
 
-    for_recipe, for_cluster = split_overrides(overrides)
-    cluster = load_cluster(on, for_cluster)
-    loaded = load_recipe(recipe, for_recipe)
-    keys = parse_layout(layout) if layout else None
     if is_rank():
+        for_recipe, for_cluster = split_overrides(overrides)
+        cluster, loaded = load_cluster(on, for_cluster), load_recipe(recipe, for_recipe)
         check_runnable(loaded, cluster)
+        keys = parse_layout(layout) if layout else None
         return train_as_rank(open_run(loaded, cluster, id=id), keys, cluster)
-    trained = train_here(loaded, cluster, id=id, layout=keys, reporter=reporter(), watch=training_progress)
+    trained = api.train(
+        recipe, *overrides, on=on, id=id, layout=layout, reporter=reporter(), watch=training_progress
+    ).trained
+    assert trained is not None, "it was trained here"
     data = training_report(trained)
     print_report(data, output, training_text(data))
     return trained.exit_code

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from trainshed.cli.console import Output
-from trainshed.cli.lookup import checkpoint_address
 from trainshed.errors import InputError, MissingExtra
 
 if TYPE_CHECKING:
@@ -63,25 +62,18 @@ class ModelOptions:
 
         Raises `MissingExtra` where the parts for it are not installed.
         """
-        from trainshed.errors import MissingExtra, TokenizerError
+        from trainshed import api
+        from trainshed.errors import TokenizerError
 
-        address = checkpoint_address(checkpoint, self.on)
-        base = None if self.base is None else checkpoint_address(self.base, self.on)
-        places = {name: checkpoint_address(place, self.on) for name, place in (adapters or {}).items()}
-        try:
-            from trainshed.serve.loading import load_model
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] not in ("torch", "safetensors"):
-                raise
-            raise MissingExtra.named("serve", "asking a model") from None
-        model = load_model(
-            address,
+        model = api.load_model(
+            checkpoint,
+            on=self.on,
             name=name,
             dtype=self.dtype,
             device=self.device,
             tokenizer=self.tokenizer,
-            base=base,
-            adapters=places,
+            base=self.base,
+            adapters=adapters,
             vocab_size=self.vocab_size,
             ignore_verdict=self.ignore_verdict,
             reporter=reporter,
@@ -153,7 +145,7 @@ def serve(
     if max_questions < 1:
         raise InputError(f"--max-questions {max_questions} answers nobody", hint="write 1 or more")
     adapters = _named_adapters(adapter)
-    settings = ServerSettings(host, port, _checked_seconds("--grace", grace), max_questions, _api_key(api_key_env))
+    settings = ServerSettings(host, port, _checked_seconds("--grace", grace), max_questions, read_api_key(api_key_env))
     shown = reporter()
     if settings.api_key is None and host not in ("127.0.0.1", "localhost", "::1"):
         shown.warn(f"everybody who can reach {host} may ask: --api-key-env wants a key of them")
@@ -190,7 +182,8 @@ def _named_adapters(written: tuple[str, ...]) -> dict[str, str]:
     return adapters
 
 
-def _api_key(variable: str | None) -> str | None:
+def read_api_key(variable: str | None) -> str | None:
+    """Return the key in the variable that `--api-key-env` names; None where it names none."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
@@ -278,8 +271,8 @@ def generate(
         raise InputError("--base and --adapter both name weights besides CHECKPOINT", hint="leave --base out")
     # An adapter alone is merged into its base, which is then what CHECKPOINT names.
     loading = model if adapter is None else replace(model, base=checkpoint)
-    loaded, words = loading.load(adapter or checkpoint, report)
-    tokens = words.encode_chat([{"role": "user", "content": text}]) if chat else words.encode(text)
+    loaded, _ = loading.load(adapter or checkpoint, report)
+    tokens = loaded.encode(text, chat=chat)
     data = _generate(loaded, tokens, sampling, eager=model.eager, streams=output == "text", report=report)
     data = {"schema": "trainshed.generate/1", "model": loaded.address, "prompt": text, **data}
     if output == "json":
@@ -315,52 +308,34 @@ def _generate(
     model: LoadedModel, tokens: list[int], sampling: SamplingParams, *, eager: bool, streams: bool, report: Any
 ) -> dict[str, Any]:
     """Ask the model and gather its answer, writing it to stdout as it comes if it `streams`."""
-    import queue
     import sys
-    import time
 
-    from trainshed.errors import TrainshedError
-    from trainshed.serve.request import GenerationEvent, GenerationFailed, GenerationFinished, OutputToken, PrefillDone
+    from trainshed.serve.generate import generate_text
 
-    # Of the cache only what this one answer can need is taken.
-    length = min(model.config.max_positions, len(tokens) + max(sampling.max_tokens or 0, 1))
-    generator = model.generator(max_sequences=1, max_length=length, eager=eager)
-    events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
-    pieces: list[OutputToken] = []
-    text, shown, began = "", 0, time.perf_counter()
-    try:
-        generator.submit(tokens, sampling, events.put)
-        while True:
-            event = events.get()
-            if isinstance(event, GenerationFailed):
-                raise TrainshedError(f"the model could not go on: {event.reason}")
-            if isinstance(event, PrefillDone):
-                began = time.perf_counter()
-                continue
-            text += event.text
-            # Nobody sees blank lines: they wait for the first word.
-            if streams and text.strip():
-                sys.stdout.write(text[shown:])
-                sys.stdout.flush()
-                shown = len(text)
-            if isinstance(event, GenerationFinished):
-                break
-            pieces.append(event)
-        seconds = time.perf_counter() - began
-    finally:
-        generator.close()
+    text, shown = "", 0
+
+    def show(piece: str) -> None:
+        nonlocal text, shown
+        text += piece
+        # Nobody sees blank lines: they wait for the first word.
+        if streams and text.strip():
+            sys.stdout.write(text[shown:])
+            sys.stdout.flush()
+            shown = len(text)
+
+    answer = generate_text(model, tokens, sampling, eager=eager, on_text=show)
     if streams:
         sys.stdout.write("\n" if shown else f"{text!r}\n")
         sys.stdout.flush()
-    if streams and pieces and not shown:
+    if streams and answer.tokens and not shown:
         report.note(
             "the model says nothing but white space, shown above as Python writes it: it may be trained too little, or "
             "--temperature 1 draws something else"
         )
     return {
-        "text": text,
-        "tokens": len(pieces),
-        "prompt_tokens": len(tokens),
-        "finish_reason": event.finish_reason,
-        "tokens_per_second": len(pieces) / max(seconds, 1e-9),
+        "text": answer.text,
+        "tokens": len(answer.tokens),
+        "prompt_tokens": answer.prompt_tokens,
+        "finish_reason": answer.finish_reason,
+        "tokens_per_second": answer.tokens_per_second,
     }

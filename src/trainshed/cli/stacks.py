@@ -13,10 +13,10 @@ from trainshed.cli.console import Output
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trainshed.cli.lookup import KnownRun
     from trainshed.launch.target import RemoteCommand
     from trainshed.observe.health import FlightRecord
     from trainshed.observe.process_stacks import RankStack
+    from trainshed.workflow.known_runs import KnownRun
 
 
 def stacks(
@@ -49,9 +49,9 @@ def stacks(
         Report as text or json.
     """
     from trainshed.cli.console import print_report, reporter
-    from trainshed.cli.lookup import find_run
     from trainshed.launch.local import run_holder
     from trainshed.observe.stacks import format_groups, group_stacks
+    from trainshed.workflow.known_runs import find_run
 
     known = find_run(run, on=on)
     holder = run_holder(known.folder) if known.folder is not None else None

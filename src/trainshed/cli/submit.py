@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -16,41 +14,8 @@ from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
     from trainshed.launch.job import Job
-    from trainshed.launch.target import SubmitRequest, SubmittedJob, Target
-
-
-@dataclass(frozen=True)
-class SubmitOptions:
-    """What a person asks to be sent where, as both verbs take it."""
-
-    recipe: str
-    overrides: tuple[str, ...]
-    on: str
-    id: str | None = None
-    nodes: int | None = None
-    gpus: int | None = None
-    despite_memory: bool = False
-    offline: bool = False
-
-    def rendered(self) -> tuple[Job, SubmitRequest]:
-        """Decide the job, and render it; the scheduler is not asked yet."""
-        from trainshed.launch.target import target_of
-        from trainshed.recipe import load_cluster, load_recipe, split_overrides
-        from trainshed.workflow.submit import build_job
-
-        for_recipe, for_cluster = split_overrides(self.overrides)
-        cluster = load_cluster(self.on, for_cluster)
-        target = target_of(cluster)
-        job = build_job(
-            load_recipe(self.recipe, for_recipe),
-            cluster,
-            id=self.id,
-            nodes=self.nodes,
-            gpus=self.gpus,
-            despite_memory=self.despite_memory,
-            offline=self.offline,
-        )
-        return job, target.render(job)
+    from trainshed.launch.target import SubmitRequest
+    from trainshed.workflow.submission import RenderedJob
 
 
 def render(
@@ -90,17 +55,25 @@ def render(
     offline
         Do not ask the Hub for commits: the first node that fetches pins them.
     """
-    return _print_request(SubmitOptions(recipe, overrides, on, id, nodes, gpus, despite_memory, offline), as_, out)
+    from trainshed import api
+
+    return _print_request(
+        api.render(
+            recipe, *overrides, on=on, id=id, nodes=nodes, gpus=gpus, despite_memory=despite_memory, offline=offline
+        ),
+        as_,
+        out,
+    )
 
 
-def _print_request(asked: SubmitOptions, as_: str = "scripts", out: Path | None = None) -> int:
+def _print_request(rendered: RenderedJob, as_: str = "scripts", out: Path | None = None) -> int:
     import sys
 
     from trainshed.cli.console import reporter
     from trainshed.errors import InputError
 
-    job, request = asked.rendered()
-    for note in (*job.notes, *request.notes):
+    job, request = rendered.job, rendered.request
+    for note in rendered.notes:
         reporter().note(note)
     if as_ == "helm":
         if out is None or job.cluster.target != "kubernetes":
@@ -108,9 +81,7 @@ def _print_request(asked: SubmitOptions, as_: str = "scripts", out: Path | None 
             raise InputError(what, where="--as helm", hint="write --out DIR, and a Kubernetes cluster after --on")
         from trainshed.launch.kubernetes.helm import write_chart
 
-        warnings = write_chart(job, request, out)
-        notes = warnings or (f"helm install {job.name} {out}",)
-        reporter().note("\n".join((f"chart written to {out}", *notes)))
+        reporter().note("\n".join((f"chart written to {out}", *write_chart(job, request, out))))
     elif out is not None:
         _write_request(request, out)
         reporter().note(f"{len(request.parts)} parts written to {out}")
@@ -159,61 +130,31 @@ def submit(
     output
         Report as text or json.
     """
-    from trainshed.cli.console import print_report
+    from trainshed import api
+    from trainshed.cli.console import print_report, reporter
 
-    asked = SubmitOptions(recipe, overrides, on, id, nodes, gpus, despite_memory, offline)
+    rendered = api.render(
+        recipe, *overrides, on=on, id=id, nodes=nodes, gpus=gpus, despite_memory=despite_memory, offline=offline
+    )
     if dry_run:
-        return _print_request(asked)
-    data = plan_and_submit(asked, ask=not yes)
-    if data is None:
+        return _print_request(rendered)
+    sent = api.send(rendered, confirm=(lambda job: True) if yes else _confirmed, reporter=reporter())
+    if sent is None:
         return 1
-    lines = [f"submitted {data['run']} to {data['cluster']}"]
-    lines += [f"  {stage:<10} {number}" for stage, number in data["ids"].items()]
-    lines.append(f"  trainshed status {data['run']}   trainshed logs {data['run']} -f")
-    print_report(data, output, "\n".join(lines))
-    return 0
-
-
-def plan_and_submit(asked: SubmitOptions, *, ask: bool = False) -> dict[str, Any] | None:
-    """Plan, check and submit; returns what a report says of it, None where the person asked said no."""
-    from trainshed.cli.console import reporter
-    from trainshed.errors import InputError
-    from trainshed.launch.target import target_of
-
-    job, request = asked.rendered()
-    target = target_of(job.cluster)
-    for note in (*job.notes, *request.notes):
-        reporter().note(note)
-    refusals = target.check(job)
-    if refusals:
-        raise InputError("; ".join(refusals), where=job.cluster.where("name"), hint="nothing was submitted")
-    if ask and not _confirmed(job):
-        return None
-    submitted = target.submit(request, job)
-    run = record_submission(job, submitted)
-    return {
+    job, ids = rendered.job, dict(sent.known.submitted("submit").submitted.ids)
+    data = {
         "schema": "trainshed.submit/1",
-        "run": run,
+        "run": str(sent),
         "folder": job.run,
         "cluster": job.cluster.name,
         "target": job.cluster.target,
-        "ids": dict(submitted.ids),
+        "ids": ids,
         "notes": list(job.notes),
     }
-
-
-def record_submission(job: Job, submitted: SubmittedJob) -> str:
-    """Remember what a scheduler took, and return the run's name as people write it."""
-    from dataclasses import replace
-
-    from trainshed.launch.submissions import record_submission
-    from trainshed.recipe import to_yaml
-
-    name, id = job.run.rsplit("/", 2)[1:]
-    train = job.stage("train")
-    kept = replace(submitted, ranks_per_node=train.ranks_per_node, losses_rank=job.losses_rank)
-    record_submission(name, id, job.steps, kept, to_yaml(job.cluster), job.cluster.plugin_sources)
-    return f"{name}/{id}"
+    lines = [f"submitted {sent} to {job.cluster.name}", *(f"  {stage:<10} {number}" for stage, number in ids.items())]
+    lines.append(f"  trainshed status {sent}   trainshed logs {sent} -f")
+    print_report(data, output, "\n".join(lines))
+    return 0
 
 
 def _write_request(request: SubmitRequest, folder: Path) -> None:
@@ -221,7 +162,7 @@ def _write_request(request: SubmitRequest, folder: Path) -> None:
     for part in request.parts:
         path = folder / part.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(part.text, encoding="utf-8")
+        path.write_text(part.text, encoding="utf-8", newline="\n")
     for name, content in request.uploads.items():
         path = folder / "store" / name.lstrip("/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -239,47 +180,19 @@ def _confirmed(job: Job) -> bool:
     return sys.stdin.readline().strip().lower() in ("", "y", "yes")
 
 
-_POLL_SECONDS = 5.0
-
-
 def run_on_cluster(
     recipe: str, overrides: tuple[str, ...], on: str, id: str | None, nodes: int | None, output: Output
 ) -> int:
     """Submit a recipe's stages and say how they go until the last has ended or serves; leaving does not end them."""
+    from trainshed import api
     from trainshed.cli.console import print_report, reporter
     from trainshed.cli.runs import status_text
 
-    sent = plan_and_submit(SubmitOptions(recipe, overrides, on, id, nodes), ask=True)
+    shown = reporter()
+    sent = api.send(api.render(recipe, *overrides, on=on, id=id, nodes=nodes), confirm=_confirmed, reporter=shown)
     if sent is None:
         return 1
-    reporter().note(f"submitted {sent['run']}; it goes on without this terminal: `trainshed status {sent['run']}`")
-    data = _follow_run(str(sent["run"]))
+    shown.note(f"submitted {sent}; it goes on without this terminal: `trainshed status {sent}`")
+    data = sent.wait(check=False, reporter=shown)
     print_report(data, output, status_text(data))
     return 0 if data["state"] in ("done", "serving") else 1
-
-
-def submit_and_follow(job: Job, target: Target) -> dict[str, Any]:
-    """Submit a job that is already built, and follow it to its end."""
-
-    return _follow_run(record_submission(job, target.submit(target.render(job), job)))
-
-
-def _follow_run(run: str) -> dict[str, Any]:
-    from trainshed.cli.console import reporter
-    from trainshed.cli.runs import submission_status
-    from trainshed.launch.submissions import find_submission
-    from trainshed.launch.target import target_of
-
-    submission = find_submission(run)
-    target, shown = target_of(submission.cluster), reporter()
-    last_lines: dict[str, str] = {}
-    while True:
-        data = submission_status(submission, target.status(submission.submitted))
-        for stage in data["stages"]:
-            line = f"{stage['stage']}: {stage['state']}  {stage['reason']}".rstrip()
-            if last_lines.get(stage["stage"]) != line:
-                last_lines[stage["stage"]] = line
-                shown.note(line)
-        if data["state"] in ("done", "serving", "failed", "cancelled"):
-            return data
-        time.sleep(_POLL_SECONDS)

@@ -40,34 +40,10 @@ def verify(
     output
         Report as text or json.
     """
-    import shutil
-    import tempfile
-    from pathlib import Path
-
+    from trainshed import api
     from trainshed.cli.console import print_report, reporter
-    from trainshed.errors import TrainshedError
-    from trainshed.plan import parse_layout
-    from trainshed.recipe import load_cluster, load_recipe, split_overrides
-    from trainshed.workflow.verify import verify
 
-    for_recipe, for_cluster = split_overrides(overrides)
-    cluster, loaded = load_cluster(on, for_cluster), load_recipe(recipe, for_recipe)
-    keys = parse_layout(layout) if layout else None
-    folder = Path(tempfile.mkdtemp(prefix="trainshed-verify-"))
-    shown = reporter()
-    done = False
-    try:
-        verification = verify(loaded, folder, layout_keys=keys, steps=steps, cluster=cluster, reporter=shown)
-        done = verification.equal
-    except TrainshedError as error:
-        done = error.exit_code != TrainshedError.exit_code  # wrong input, or somebody asked to stop
-        raise
-    finally:
-        # What failed is explained by the runs' logs and events.
-        if done:
-            shutil.rmtree(folder)
-        else:
-            shown.note(f"the runs of this check are kept in {folder}")
+    verification = api.verify(recipe, *overrides, layout=layout, steps=steps, on=on, reporter=reporter())
     print_report(verification.to_plain(), output, verification_text(verification))
     return 0 if verification.equal else 1
 

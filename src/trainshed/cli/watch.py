@@ -17,9 +17,9 @@ from trainshed.cli.console import Output
 from trainshed.cli.watch_frame import Frame, RunAccount, glyphs_for
 
 if TYPE_CHECKING:
-    from trainshed.cli.lookup import KnownRun
     from trainshed.launch.target import StageState
     from trainshed.observe.live_view import EventLine, LiveSnapshot
+    from trainshed.workflow.known_runs import KnownRun
 
 _SCHEDULER_SECONDS = 15.0
 _BUCKET_RECORD_SECONDS = 30.0
@@ -56,8 +56,8 @@ def watch(
     output
         text, or json: one object per line each time something has changed (with --once, one object).
     """
-    from trainshed.cli.lookup import find_run
     from trainshed.errors import InputError
+    from trainshed.workflow.known_runs import find_run
 
     if not 0.1 <= every <= 3600:
         raise InputError(f"{every:g} seconds between two frames", where="--every", hint="write 0.1 to 3600 seconds")
@@ -215,9 +215,9 @@ class RunWatcher:
 
     def _ask_scheduler(self) -> tuple[str | None, str | None]:
         """The state that a scheduler gives the run, and a line about it; it is asked from time to time."""
-        from trainshed.cli.runs import overall_state
         from trainshed.errors import TrainshedError
         from trainshed.launch.target import target_of
+        from trainshed.workflow.run_state import overall_state
 
         submission = self.known.submission
         if submission is None or time.monotonic() - self._scheduler_at < _SCHEDULER_SECONDS:
@@ -238,7 +238,7 @@ class RunWatcher:
 
     def _take_log(self, states: tuple[StageState, ...]) -> None:
         """Where the folder is not seen here, take the progress from the log that the scheduler has."""
-        from trainshed.cli.runs import submission_progress
+        from trainshed.workflow.run_state import submission_progress
 
         assert self.known.submission is not None
         if self._store is None and (progress := submission_progress(self.known.submission, states)) is not None:
@@ -246,7 +246,7 @@ class RunWatcher:
                 self._view.take_status(progress)
 
     def _place(self) -> str:
-        from trainshed.cli.runs import run_place
+        from trainshed.workflow.run_state import run_place
 
         place = run_place(self.known)
         return "here" if place == "local" else f"{'in' if '://' in place else 'on'} {place}"

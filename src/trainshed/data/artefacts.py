@@ -239,6 +239,7 @@ class DataArtefacts:
                 documents=source.documents or "file",
                 columns=self._row_columns(source),
                 split=source.split,
+                limit=source.limit,
                 count_rows=self._count_rows,
                 options=self.options,
             )

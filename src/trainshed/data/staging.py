@@ -14,7 +14,6 @@ room is needed; in memory it is removed when the last rank of the node ends.
 from __future__ import annotations
 
 import atexit
-import fcntl
 import hashlib
 import os
 import shutil
@@ -37,9 +36,11 @@ from trainshed.data.tokens.token_source import (
     fingerprint_shard,
 )
 from trainshed.errors import CorruptData, NoSpace
+from trainshed.file_locks import OPEN_CLOEXEC, lock_file
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import Hasher, LocalStore, Manifest, Store, join, open_store, read_into
 from trainshed.storage.manifest import MANIFEST
+from trainshed.this_machine import user_name
 
 if TYPE_CHECKING:
     from trainshed.storage import StoreOptions
@@ -85,7 +86,7 @@ def stage_run(
     `index_folders` names the indexes that the run needs; only the process that copies calls it. `run` names the
     attempt: its other processes on this node take what the first has staged.
     """
-    root = folder / f"trainshed-{os.getuid()}"  # nodes are shared, and one user cannot write another's files
+    root = folder / f"trainshed-{user_name()}"  # nodes are shared, and one user cannot write another's files
     record = root / "runs" / f"{run}.json"
     record.parent.mkdir(parents=True, exist_ok=True)
     with _locked(root / "lock", reporter):
@@ -300,18 +301,18 @@ _held_locks: dict[str, list[int]] = {}
 
 
 def _hold_shared(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_CLOEXEC, 0o644)
+    lock_file(descriptor, shared=True)
     _held_locks.setdefault(str(path), []).append(descriptor)
 
 
 def _is_held(path: Path) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | OPEN_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(descriptor, wait=False)
     except BlockingIOError:
         return True
     finally:
@@ -322,13 +323,13 @@ def _is_held(path: Path) -> bool:
 @contextmanager
 def _locked(path: Path, reporter: Reporter = SILENT) -> Iterator[None]:
     """Hold the lock of a staging folder; the kernel drops it with its holder, however that ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_CLOEXEC, 0o644)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(descriptor, wait=False)
         except BlockingIOError:
             reporter.note(f"another process of this node copies tokens to {path.parent}: waiting for it")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock_file(descriptor)
         yield
     finally:
         os.close(descriptor)

@@ -261,14 +261,34 @@ GPT2_VOCABULARY = 50257
 """Of GPT-2's tokenizer, which Megatron and NeMo take where none is named."""
 
 
-def vocabulary_of_sizes(layers: int, hidden: int, heads: int, width: int) -> int | None:
-    """Return the vocabulary of the catalog's model of these sizes: often only the tokenizer says it."""
+def vocabulary_of_sizes(layers: int, hidden: int, heads: int, width: int, tokenizer: str | None = None) -> int | None:
+    """Return the vocabulary of the catalog's model of these sizes: often only the tokenizer says it.
+
+    Models of several families have the same sizes and other vocabularies (Llama 3.1 8B and Mistral 7B): the name of the
+    tokenizer tells which is meant. None where nothing does.
+    """
+    vocabularies: dict[str, int] = {}
     for name in preset_names():
         model = model_preset(name)
         known_width = model.ffn if model.moe is None else model.moe.ffn
         if (model.layers, model.hidden, model.heads, known_width) == (layers, hidden, heads, width):
-            return model.vocab_size
-    return None
+            vocabularies[name] = model.vocab_size
+    family = {name: size for name, size in vocabularies.items() if is_of_family(tokenizer, name)}
+    # Mistral-7B-v0.1 is called after mistral-7b too: the longest name counts.
+    exactly = max((name for name in vocabularies if _plain(name) in _plain(tokenizer or "")), key=len, default=None)
+    if exactly is not None:
+        return vocabularies[exactly]
+    sizes = set((family or vocabularies).values())
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def is_of_family(tokenizer: str | None, preset: str) -> bool:
+    """Tell whether a tokenizer is called after the family of a preset: Llama-3.1-8B-Instruct and llama3.1-8b."""
+    return _plain(preset.partition("-")[0]) in _plain(tokenizer or "")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def recipe_name(text: str, prefix: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any, Final
 from trainshed.engines.importing import ConfigImport
 from trainshed.engines.keys import EngineSetting, format_value
 from trainshed.engines.launch import EngineTask
+from trainshed.errors import InputError
 from trainshed.recipe import Recipe
 from trainshed.recipe.data import CHAT_KEYS, SourceKeys
 from trainshed.recipe.section import Problem
@@ -77,12 +78,25 @@ class KeyRow:
             if item is not OMIT:
                 yield EngineSetting(key, item, decided_by)
 
+    def _value_read(self, config: ConfigImport) -> Any:
+        try:
+            return OMIT if self.read is None else self.read(config)
+        except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            # A person's file may hold a value of any kind anywhere.
+            there = [config.written[key] for key in self.keys if key in config.written]
+            raise InputError(
+                f"{'; '.join(there) or f'without {self.keys[0]}' if self.keys else 'the file'}: no {self.path} can be "
+                f"read from it ({error})",
+                where=config.name,
+                hint=f"write a value that {config.kind} takes",
+            ) from error
+
     def read_into(self, config: ConfigImport) -> None:
         """Read the keys of a configuration that is imported."""
         if self.drop:
             config.drop(self.drop, *self.keys)
             return
-        value = OMIT if self.read is None else self.read(config)
+        value = self._value_read(config)
         if self.chosen:
             # A configuration that says what is written anyway needs no `engine.args`.
             usual: Any = {self.keys[0]: value} if len(self.keys) == 1 else value
@@ -170,13 +184,17 @@ COMMON_UNSAID: Mapping[str, str] = {
     "model.verdict": "base weights are proven before the engine starts",
     "model.added_tokens": REFUSED,
     "tokenizer": _COPY,
-    **dict.fromkeys(("data.skip", "data.stage", "train.z_loss", "checkpoint.to"), REFUSED),
+    "checkpoint.save": REFUSED,
+    **dict.fromkeys(("data.skip", "train.z_loss"), REFUSED),
+    "data.stage": "the job copies tokens to the nodes before the engine starts, or it is refused",
+    "checkpoint.to": "another stage copies what the engine has committed to the bucket, or it is refused",
     **dict.fromkeys(("data.validation.prompts", "data.validation.answer_tokens", "train.dpo"), REFUSED),
     **dict.fromkeys(("train.early_stop", "checkpoint.best", "train.phases", "data.validation.*"), REFUSED),
     "train.optimizer.name": "there is one, AdamW, and another is refused",
     **dict.fromkeys((f"train.optimizer.{key}" for key in ("decoupled", "muon", "groups")), REFUSED),
-    **dict.fromkeys(("train.spikes", "train.ema"), REFUSED),
+    **dict.fromkeys(("train.spikes", "train.ema", "train.mtp"), REFUSED),
     **dict.fromkeys(("model.config.mla", "train.moe.bias_update"), REFUSED),
+    "model.config.mtp_layers": "`train.mtp` says it",
     "plugins": "they extend the stages that run before and after the engine",
     **dict.fromkeys(("train.optimizer.options", "train.loss.name", "train.loss.options", "observe.exporters"), REFUSED),
     "budgets": "where the engine has a limit it stands for several of them, and is rendered as the longest",
@@ -188,7 +206,7 @@ COMMON_UNSAID: Mapping[str, str] = {
     "layout.schedule": "it follows pp and vp",
     **dict.fromkeys(("engine.name", "engine.version"), "the form of the file tells it"),
     **dict.fromkeys(("engine.image", "engine.program"), "the job says it"),
-    **dict.fromkeys(("elastic", "export", "serve", "store", "resources"), "the engine has no part in it"),
+    **dict.fromkeys(("elastic", "export", "eval", "serve", "store", "resources"), "the engine has no part in it"),
 }
 """Keys of a recipe that no foreign engine is told, and why."""
 PRETRAINING_UNSAID: Mapping[str, str] = {
@@ -205,6 +223,21 @@ PRETRAINING_UNSAID: Mapping[str, str] = {
     **dict.fromkeys(("train.mode", "train.lora", "layout.offload"), REFUSED),
 }
 """What engines that pretrain on prepared tokens are not told, and why."""
+
+
+def mirror_problems(recipe: Recipe, engine: str) -> Iterator[Problem]:
+    """Yield why checkpoints cannot be copied to where `checkpoint.to` says; the engine writes them into the run."""
+    to = recipe.checkpoint.to
+    if to is not None and "://" not in to:
+        yield Problem(
+            ("checkpoint", "to"),
+            f"{engine} writes its checkpoints into the run's folder; only a bucket gets a copy of them",
+            "write an address such as s3://bucket/checkpoints, or delete it: `store` says where runs lie",
+        )
+
+
+_BENCHMARKED_WITHOUT_SAVING = ("NeMo",)
+"""Engines whose adapter can switch checkpoints off (`checkpoint: off`), or refuses it itself."""
 
 
 def unhonoured_problems(recipe: Recipe, engine: str) -> Iterator[Problem]:
@@ -231,6 +264,12 @@ def unhonoured_problems(recipe: Recipe, engine: str) -> Iterator[Problem]:
         ),
         (train.spikes is not None, ("train", "spikes"), "does not skip spikes"),
         (train.ema is not None, ("train", "ema"), "does not average weights"),
+        (train.mtp is not None, ("train", "mtp"), "is rendered without multi-token prediction"),
+        (
+            not recipe.checkpoint.save and engine not in _BENCHMARKED_WITHOUT_SAVING,
+            ("checkpoint", "save"),
+            "is rendered with checkpoints, and saves at its end at the latest",
+        ),
         (recipe.checkpoint.best is not None, ("checkpoint", "best"), "does not keep the best checkpoint apart"),
         (recipe.model.added_tokens is not None, ("model", "added_tokens"), "does not add tokens to a model"),
         *(

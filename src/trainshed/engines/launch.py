@@ -7,9 +7,11 @@ Tokens, tokenizer and base weights are ready only after the data is prepared. Th
 under fixed names in the run's folder (`EngineInput`).
 
 `launcher_script` is torchrun with static ranks in the engine's stock image. Its exit code is torchrun's, so a failed
-training is a failed job; after a requested stop it is 128 + signal. It needs bash and coreutils, and nothing of
-Trainshed. Every name and value in it is quoted: none can become a command. Where the stage before has left
-`watch_node.py`, that runs beside torchrun: it says what the node's devices report and which rank a stall is about.
+training is a failed job; after a requested stop it is 128 + signal. It is 2, which no target starts again, where a new
+start would end the same way: after an error before the first step, and after a stop at the time limit of an engine that
+saves nothing then and has not saved since it was started. It needs bash and coreutils, and nothing of Trainshed. Every
+name and value in it is quoted: none can become a command. Where the stage before has left `watch_node.py`, that runs
+beside torchrun: it says what the node's devices report and which rank a stall is about.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from trainshed.catalog import Gpu
@@ -25,7 +28,7 @@ from trainshed.errors import InputError, RecipeError
 from trainshed.observe.process_stacks import RUN_FOLDER_VARIABLE
 from trainshed.plan.layout import RankLayout
 from trainshed.recipe import ModelConfig, Recipe
-from trainshed.run_folder import PROFILE
+from trainshed.run_folder import CHECKPOINTS, PROFILE
 
 EngineInput = Literal["data-args", "data-prefix", "tokenizer", "base-megatron", "base-hf"]
 """What a CPU stage leaves under `<run>/engine/` for the engine:
@@ -51,6 +54,8 @@ class EngineSite:
     image: str | None = None
     sharp: bool = False
     vendor: Literal["nvidia", "amd"] = "nvidia"
+    node_disk: str | None = None
+    """A folder on each node's own disk."""
 
     @property
     def input_folder(self) -> str:
@@ -88,6 +93,24 @@ NODE_NUMBER = "{node}"
 
 
 @dataclass(frozen=True)
+class ImageExpectation:
+    """What an engine's image must have; `prove_image.py` looks for it in the first stage."""
+
+    modules: tuple[str, ...]
+    """What can be imported there."""
+    package: str | None = None
+    """Whose version is compared."""
+    version: str | None = None
+    """The one that the job is rendered for."""
+    parser: Literal["megatron", "hydra", "torchtune", "script"] | None = None
+    """Which of its own parsers is asked about the arguments."""
+    config: str | None = None
+    """A file of the job that the parser reads."""
+    program_in_image: bool = True
+    """Whether `program` lies in the image, and its folder on the path of modules; otherwise it is a job file."""
+
+
+@dataclass(frozen=True)
 class EngineLaunch:
     """How to start an engine: on every node torchrun starts `program` with `arguments` on every GPU."""
 
@@ -100,6 +123,9 @@ class EngineLaunch:
     """What earlier stages leave in the run's folder for it."""
     late_arguments: Mapping[str, str] = field(default_factory=dict)
     """Arguments whose value is read from a file when the job starts: `{"++model.data.data_prefix=": "/run/…txt"}`."""
+    staging: tuple[str, ...] = ()
+    """A command that each node runs first. It gets the file of a late argument and a folder of the node, the last word
+    here; it copies what the file lists into the folder, and prints the value with the new paths."""
     node_arguments: tuple[str, ...] = ()
     """Arguments in which `NODE_NUMBER` stands for the number of the node: files that each node writes for itself."""
     cpu_stages: tuple[CpuStage, ...] = ()
@@ -109,14 +135,31 @@ class EngineLaunch:
     companion: tuple[str, ...] = ()
     """A command that the first node runs beside training, with the folder of the attempt's logs as its last word; and
     once more after it, with `--once`."""
+    step_line: str | None = None
+    """What a line of its log looks like that tells of a step, for `grep -E`; None: its log does not tell."""
+    last_checkpoint: tuple[str, str] | None = None
+    """A file that says which checkpoint is the newest, and what it says once the run has its length; None: it has
+    none. An engine that ends without an error before is not taken for one that has finished."""
+    saves_when_stopped: bool = True
+    """Whether it saves when it is asked to stop; otherwise it ends, and goes on from the checkpoint before."""
     rank_script: str | None = None
     """A bash script of the job that starts each rank, given its command; None: torchrun starts Python itself."""
+    expects: ImageExpectation | None = None
+    """What is looked for in its image before anything else is done."""
     notes: tuple[str, ...] = ()
     """What was chosen, and where this engine differs from what the recipe suggests."""
 
 
 def build_launch(task: EngineTask, *, gpu: Gpu | None = None) -> EngineLaunch:
     """Return how the engine that a recipe names is started; `gpu` is what it would run on, where that is known."""
+    launch = _adapter_launch(task, gpu)
+    return replace(launch, step_line=_STEP_LINES.get(task.recipe.engine.name))
+
+
+_STEP_LINES = {"torchtune": r"\|Loss: ", "megatron": r"iteration +[0-9]+/ *[0-9]+ "}
+
+
+def _adapter_launch(task: EngineTask, gpu: Gpu | None) -> EngineLaunch:
     recipe = task.recipe
     if recipe.train.precision == "fp8" and gpu is not None and gpu.dense_tflops.fp8 is None:
         raise RecipeError(
@@ -143,6 +186,32 @@ def build_launch(task: EngineTask, *, gpu: Gpu | None = None) -> EngineLaunch:
         where=recipe.where("engine.name"),
         hint="engine: megatron, nemo or torchtune",
     )
+
+
+STAGE_FILE = "stage_tokens.py"
+SHARED_MEMORY = "/dev/shm"
+
+
+def staging_command(task: EngineTask, python: str = "python3") -> tuple[str, ...]:
+    """Return the command that copies tokens to the node as `data.stage` says; empty where they are read in place."""
+    stage = task.recipe.data.stage
+    if stage == "direct" or task.recipe.data.synthetic:
+        return ()
+    folder = SHARED_MEMORY if stage == "shm" else task.site.node_disk
+    if folder is None:
+        raise RecipeError(
+            "the cluster names no disk of its nodes",
+            where=task.recipe.where("data.stage"),
+            hint="write `local_disk: /ssd` in the cluster file, the folder as jobs see it",
+        )
+    return (python, f"{task.site.job_folder}/{STAGE_FILE}", f"{folder.rstrip('/')}/trainshed-tokens")
+
+
+def staging_files(task: EngineTask) -> dict[str, str]:
+    """Return the file of the job that `staging_command` runs."""
+    if not staging_command(task):
+        return {}
+    return {STAGE_FILE: Path(__file__).with_name(STAGE_FILE).read_text(encoding="utf-8")}
 
 
 def losses_rank(recipe: Recipe, image: str | None, world_size: int) -> int:
@@ -188,9 +257,61 @@ _END = """\
 exec {log}>&-
 [[ -z $watch ]] || kill "$watch" 2>/dev/null || true
 rm -f "${TMPDIR:-/tmp}/trainshed-$$-"*.pipe
-wait "$tee" || true
-exit "${requested:-$code}"
-"""
+wait "$tee" || true"""
+
+# torchrun ends with a box of its own; what counts is the error of the rank that it names last, as the root cause.
+_RANK_ERROR = """\
+if [[ $code != 0 && -z $requested ]]; then
+  own=$(tail -c "+$(($(cat "${file%.log}.began" 2>/dev/null || echo 0) + 1))" "$file" | tail -c 1000000)
+  root=$(grep -oE '^ +rank +: [0-9]+' <<<"$own" | tail -n 1 | grep -oE '[0-9]+' || true)
+  errors='[A-Za-z_.]*(Error|Exception)(:.*)?$'
+  why=$(grep -E "^\\[rank$root\\]: $errors" <<<"$own" | tail -n 1 || true)
+  [[ -n $why ]] || why=$(grep -E "^$errors" <<<"$own" | grep -v ChildFailedError | tail -n 1 || true)
+  [[ -z $why ]] || echo "trainshed: $why" >&2
+fi"""
+
+# The log of an attempt may go on from an earlier job's: what was there before does not count. torchrun's exit code is 1
+# whatever became of a rank; a negative one in its summary is the signal that ended the rank. The last one there is that
+# of the rank that failed first: torchrun ends the others by signals itself.
+_PLAIN_ERROR = """\
+has_stepped() {{
+  local one
+  for one in "$folder"/node-*.log; do
+    if grep -qE {step_line} <(tail -c "+$(($(cat "${{one%.log}}.began" 2>/dev/null || echo 0) + 1))" "$one"); then
+      return 0
+    fi
+  done
+  return 1
+}}
+if [[ $code == 1 && -z $requested ]] && ! has_stepped &&
+  ! grep -oE 'exitcode +: -?[0-9]+' "$file" | tail -n 1 | grep -q -- -; then
+  echo "trainshed: it failed before its first step, and a new start would fail the same way" >&2
+  code=2
+fi"""
+
+# On the first node alone, whose rank 0 writes the file: others may see it later.
+_ENDED_EARLY = """\
+if [[ $code == 0 && -z $requested ]] && ((10#$node == 0)); then
+  reached=$(cat {file} 2>/dev/null || true)
+  if [[ $reached != {expected} ]]; then
+    echo "trainshed: it ended without an error, and its newest checkpoint is ${{reached:-none}} instead of" \
+      "{expected}: its log says why" >&2
+    code=1
+    has_stepped || code=2
+  fi
+fi"""
+
+_STOPPED_WITHOUT_SAVING = """\
+if [[ $requested == 138 ]]; then
+  saved=$(find {checkpoints} -name '*.safetensors' -newer "${{file%.log}}.began" -print -quit 2>/dev/null || true)
+  if [[ -n $saved ]]; then
+    echo "trainshed: this engine saves nothing when it is stopped: it goes on from its last checkpoint" >&2
+  else
+    echo "trainshed: this engine saves nothing when it is stopped, and has saved nothing since this start:" \\
+      "a new start would get no further; give it a longer time limit, or write engine: torch" >&2
+    requested=2
+  fi
+fi"""
 
 
 WATCH_FOLDER = "watch"
@@ -236,9 +357,25 @@ def launcher_script(
             *_watch_lines(site, python, quiet_seconds),
             _WAIT_LOOP,
             *_companion_end(launch),
-            _END,
+            *_end_lines(launch, site),
         ]
     )
+
+
+def _end_lines(launch: EngineLaunch, site: EngineSite) -> Iterator[str]:
+    yield _END
+    if launch.step_line is not None:
+        yield _PLAIN_ERROR.format(step_line=shlex.quote(launch.step_line))
+        if launch.last_checkpoint is not None:
+            file, expected = launch.last_checkpoint
+            yield _ENDED_EARLY.format(file=shlex.quote(file), expected=shlex.quote(expected))
+    if not launch.saves_when_stopped:
+        folder = shlex.quote(f"{site.run_folder}/{CHECKPOINTS}")
+        yield _STOPPED_WITHOUT_SAVING.format(checkpoints=folder)
+    yield _RANK_ERROR
+    # Where one node fails, others are stopped: theirs is not the code that counts.
+    yield '[[ -n $requested ]] || echo "$code" >"${file%.log}.exit-code"'
+    yield 'exit "${requested:-$code}"\n'
 
 
 def _identity_lines(site: EngineSite) -> Iterator[str]:
@@ -254,6 +391,8 @@ def _identity_lines(site: EngineSite) -> Iterator[str]:
     yield 'mkdir -p "$folder" "$health"'
     yield f"export {RUN_FOLDER_VARIABLE}={shlex.quote(site.run_folder)}"
     yield "file=$folder/$(printf 'node-%05d.log' \"$((10#$node))\")"
+    yield 'rm -f "${file%.log}.exit-code"'
+    yield '{ stat -c %s "$file" 2>/dev/null || echo 0; } >"${file%.log}.began"'
 
 
 def _companion_lines(launch: EngineLaunch) -> Iterator[str]:
@@ -294,13 +433,19 @@ def _argument_lines(launch: EngineLaunch) -> Iterator[str]:
     yield from (f"  {shlex.quote(word)}" for word in launch.arguments)
     yield ")"
     for start, file in launch.late_arguments.items():
-        yield f"late=$(cat {shlex.quote(file)})"
+        if launch.staging:
+            command, folder = launch.staging[:-1], launch.staging[-1]
+            yield f"late=$({shlex.join((*command, file, folder))})"
+        else:
+            yield f"late=$(cat {shlex.quote(file)})"
         # `key=` and its value are one word, `--key` and its value two.
         between = "" if start.endswith("=") else " "
         yield f'arguments+=({shlex.quote(start)}{between}"$late")'
     for word in launch.node_arguments:
         before, after = (shlex.quote(part) for part in word.split(NODE_NUMBER))
         yield f'arguments+=({before}"$((10#$node))"{after})'
+    yield "# Further arguments of whoever runs this script come last."
+    yield 'arguments+=("$@")'
 
 
 def _watch_lines(site: EngineSite, python: str, quiet_seconds: float) -> Iterator[str]:

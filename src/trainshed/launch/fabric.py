@@ -102,6 +102,8 @@ class FabricSetup:
     environment: Mapping[str, str] = field(default_factory=dict)
     """To be set after the profile script, which may give the same variables other values."""
     library_path: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+    """Libraries that the image must hold; `a|b`: one of them."""
     profile_script: str | None = None
     kubernetes: PodRequirements = field(default_factory=PodRequirements)
     slurm: SlurmRequirements = field(default_factory=SlurmRequirements)
@@ -222,6 +224,7 @@ def _assemble(
         version=version,
         environment=_environment(parts, sharp=cluster.sharp),
         library_path=tuple(path for part in parts for path in part.library_path),
+        libraries=tuple(name for part in parts for name in part.libraries),
         profile_script=next((part.profile_script for part in reversed(parts) if part.profile_script), None),
         kubernetes=_pod_requirements(parts, cluster.on_kubernetes),
         slurm=SlurmRequirements(

@@ -11,13 +11,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 import trainshed
 from trainshed.errors import TrainshedError
 from trainshed.recipe import Cluster
+
+if TYPE_CHECKING:
+    from trainshed.plan.budget.budget import RunCost
 
 JOB_SCHEMA = "trainshed.job/1"
 JOB_FILE = "job.json"
@@ -29,6 +32,8 @@ DEFAULT_PORT = 8000
 """Of a server that has its own address: a pod."""
 SERVICE_PORT = 80
 """Of the one address that all replicas of a server share (Kubernetes)."""
+CPU_STAGE_RETRIES = 3
+"""Of each stage without GPUs: downloads and nodes fail now and then, and finished work is not repeated."""
 MASTER_PORT = 29500
 """Where rank 0 listens if nothing else on its node can use that port; PyTorch's own default."""
 
@@ -81,6 +86,8 @@ class Stage:
     memory: str | None = None
     serving: ServingSpec | None = None
     """None: a stage that ends."""
+    uploads: bool = False
+    """Copy the checkpoints that its engine commits to `checkpoint.to` while it runs."""
     metrics_port: int | None = None
     """Where its rank 0 serves figures that a Prometheus of the cluster is to read; None: nowhere."""
 
@@ -126,6 +133,8 @@ class Job:
     """The rank of training that prints the losses."""
     notes: tuple[str, ...] = ()
     """What a person should know before this is submitted."""
+    cost: RunCost | None = None
+    """Hours and dollars, as planned; None where nothing is predicted."""
 
     def stage(self, name: str) -> Stage:
         """Return a stage by its name."""
@@ -162,6 +171,8 @@ class JobFile:
             for key in ("serving", "metrics_port"):
                 if stage[key] is None:
                     del stage[key]
+            if not stage["uploads"]:
+                del stage["uploads"]
         if not body["plugins"]:
             del body["plugins"]
         return orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS).decode() + "\n"

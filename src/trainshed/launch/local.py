@@ -8,7 +8,6 @@ The kernel releases the lock when its holder ends, however that happens. The fil
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainshed.errors import InputError
+from trainshed.file_locks import lock_file
 from trainshed.launch.attempt import (
     RunFolderWatcher,
     emit_stall,
@@ -147,7 +147,7 @@ def lock_run(run_folder: Path, run: str) -> Iterator[None]:
         for _ in range(_LOCK_TRIES):  # `run_holder` has the lock for a moment, too
             run_folder.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((run_folder / LOCK_FILE).open("a+b"))
-            if _try_lock(file, fcntl.LOCK_EX) is not False and _is_same_file(file, run_folder / LOCK_FILE):
+            if _try_lock(file) is not False and _is_same_file(file, run_folder / LOCK_FILE):
                 break
             time.sleep(_LOCK_TRY_SECONDS)
         else:
@@ -174,7 +174,7 @@ def run_holder(run_folder: Path) -> LockHolder | None:
     for _ in range(_LOCK_TRIES):
         try:
             with (run_folder / LOCK_FILE).open("rb") as file:
-                is_free = _try_lock(file, fcntl.LOCK_SH)
+                is_free = _try_lock(file, shared=True)
                 if is_free:
                     return None
                 holder = LockHolder.from_bytes(file.read())
@@ -219,10 +219,10 @@ def _take_over_hint(run: str, holder: LockHolder | None) -> str:
     )
 
 
-def _try_lock(file: BinaryIO, operation: int) -> bool | None:
+def _try_lock(file: BinaryIO, *, shared: bool = False) -> bool | None:
     """Whether the lock was free and is ours now; None on a mount without locks, where only fencing protects a run."""
     try:
-        fcntl.flock(file, operation | fcntl.LOCK_NB)
+        lock_file(file, shared=shared, wait=False)
     except BlockingIOError:
         return False
     except OSError:

@@ -1,22 +1,17 @@
-"""What jobs run in: an environment with the package's dependencies, and our own code, which is sent with each job.
+"""Our own code as it is sent with each job; what it runs in are images and environments (`images.py`).
 
-The environment is a container image, or a Python environment on a disk that all nodes share. A base image has its own
-PyTorch, which is kept: vendors build theirs for their GPUs and networks. The code is packed from the installed files,
-so that uncommitted changes are sent too; the commit and the diff are recorded with it. The same files give the same
-bytes.
+It is packed from the installed files, so that uncommitted changes are sent too; the commit and the diff are recorded
+with it. The same files give the same bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
-import shlex
 import subprocess
 import tarfile
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import requires
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -25,80 +20,9 @@ import trainshed
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.job import CodeArchive
 from trainshed.plugins import PluginSource
+from trainshed.recipe import Cluster
 from trainshed.shipped import shipped_folder
 from trainshed.storage import LocalStore
-
-NODE_EXTRAS = ("data", "train", "serve", "health", "tensorboard")
-"""What a node needs besides the core: to tokenise, train and serve, to read devices and stacks, to show pages."""
-DEFAULT_BASE_IMAGE = "pytorch/pytorch:2.11.0-cuda12.8-cudnn9-runtime"
-# An image reference: registry, name, tag or digest; nothing that means more to a shell or a Dockerfile.
-_IMAGE_REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
-_EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
-
-
-def image_requirements() -> list[str]:
-    """Return what an image must have installed, as pip takes it, PyTorch included."""
-    requirements = []
-    for line in requires("trainshed") or []:
-        requirement, _, marker = line.partition(";")
-        extra = _EXTRA.search(marker)
-        if (extra is None or extra[1] in NODE_EXTRAS) and "trainshed[" not in requirement:
-            requirements.append(requirement.strip().replace(" ", ""))
-    return sorted(set(requirements))
-
-
-def dockerfile(base: str = DEFAULT_BASE_IMAGE) -> str:
-    """Write the Dockerfile of an image for jobs; the PyTorch of the base stays as it is."""
-    if not _IMAGE_REFERENCE.fullmatch(base):
-        raise InputError(f"`{base}` is no image", where="--base", hint=f"write for example {DEFAULT_BASE_IMAGE}")
-    print_torch_version = "import importlib.metadata as m; print('torch==' + m.version('torch'))"
-    requirements = " ".join(shlex.quote(requirement) for requirement in image_requirements())
-    return (
-        f"# Written by `trainshed image build`: what jobs need besides the code, which travels with each of them.\n"
-        f"FROM {base}\n"
-        f'RUN python3 -c "{print_torch_version}" > /tmp/kept.txt \\\n'
-        f" && python3 -m pip install --no-cache-dir -c /tmp/kept.txt {requirements} \\\n"
-        f" && rm /tmp/kept.txt\n"
-        f"WORKDIR /workspace\n"
-    )
-
-
-def image_build_commands(tag: str, folder: str, *, tool: str = "docker", push: bool = False) -> list[list[str]]:
-    """Return the commands that build an image from the folder of its Dockerfile, and push it."""
-    if not _IMAGE_REFERENCE.fullmatch(tag):
-        raise InputError(f"`{tag}` is no name of an image", where="--tag", hint="write registry/name:tag")
-    commands = [[tool, "build", "--tag", tag, folder]]
-    return [*commands, [tool, "push", tag]] if push else commands
-
-
-def venv_script(path: str, python: str = "python3") -> str:
-    """Write the script that makes a Python environment on a shared disk; it appears when it is complete."""
-    partial = shlex.quote(f"{path}.partial")
-    requirements = " ".join(shlex.quote(requirement) for requirement in image_requirements())
-    return (
-        "set -euo pipefail\n"
-        f"if [ -e {shlex.quote(path)} ]; then echo {shlex.quote(f'{path} is already there')} >&2; exit 2; fi\n"
-        f"rm -rf {partial}\n"
-        f"mkdir -p -- {shlex.quote(path.rsplit('/', 1)[0] or '/')}\n"
-        # The files of an environment contain its path: it is made beside its place, then the path in them is changed.
-        f"{shlex.quote(python)} -m venv --copies {partial}\n"
-        f"{partial}/bin/python -m pip install --disable-pip-version-check {requirements}\n"
-        f"grep -rlIZ -- {partial} {partial}/bin | xargs -0 -r "
-        f"sed -i 's|{_quote_for_sed(path)}\\.partial|{_quote_for_sed(path)}|g'\n"
-        f"mv -- {partial} {shlex.quote(path)}\n"
-        f"{shlex.quote(path)}/bin/python -c 'import torch, pydantic; print(torch.__version__)'\n"
-    )
-
-
-def _quote_for_sed(path: str) -> str:
-    if not re.fullmatch(r"/[A-Za-z0-9._/+-]+", path):
-        raise InputError(
-            f"`{path}` cannot hold a Python environment: its programs begin with that path",
-            where="--venv",
-            hint="write an absolute path of letters, digits, dots and dashes",
-        )
-    return path.replace(".", "\\.")
-
 
 _SKIPPED_SUFFIXES = ("__pycache__", ".pyc", ".pyo")
 # Only `plan validate` reads the published measurements, and no node runs it.
@@ -125,6 +49,19 @@ def pack_code(plugins: Sequence[PluginSource] = ()) -> CodeArchive:
     sha256 = hashlib.sha256(data).hexdigest()
     version = trainshed.__version__
     return CodeArchive(f"trainshed-{version}-{sha256[:12]}.tar.xz", sha256, data, version)
+
+
+def job_code(cluster: Cluster, plugins: Sequence[PluginSource] = ()) -> CodeArchive | None:
+    """Return the code that is sent with a job; None if the cluster's image has it (`kubernetes.code: image`)."""
+    if cluster.target != "kubernetes" or cluster.on_kubernetes.code != "image":
+        return pack_code(plugins)
+    if plugins:
+        raise InputError(
+            f"the plugin `{plugins[0].name}` travels with our code, and the image has that",
+            where=cluster.where("kubernetes.code"),
+            hint="delete `code: image`, or leave the plugin out",
+        )
+    return None
 
 
 def provenance(recipe_folder: Path) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import shlex
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -28,15 +27,6 @@ PAGE_PORTS: Mapping[str, int] = {"dash": 6007, "tensorboard": 6006}
 LOOPBACK = "127.0.0.1"
 _COPY_SECONDS = 15.0
 TOKEN_VARIABLE = "TRAINSHED_DASH_TOKEN"
-
-
-@dataclass(frozen=True)
-class PageCommand:
-    """A command that runs as long as a page is open, and what a browser must bring."""
-
-    way: RemoteCommand
-    token: str | None = None
-    """The dashboard's. It goes to the server by standard input: whoever lists processes does not see it."""
 
 
 def tensorboard_words(python: str, folder: str, port: int) -> list[str]:
@@ -103,8 +93,10 @@ class FiguresCopy:
                 continue
 
 
-def slurm_page(cluster: Cluster, page: Page, run: str, port: int, token: str | None) -> PageCommand:
+def slurm_page(cluster: Cluster, page: Page, run: str, port: int) -> RemoteCommand:
     """Return the ssh command that starts a page on the login node and forwards a port of this machine to it.
+
+    The dashboard reads its token from the first line of its input: whoever lists processes does not see it.
 
     It is no step of a job: the files are on a disk that the login node sees, so that the page needs no allocation and
     opens when the job has ended, too. The server ends with the connection: it waits for the end of its input.
@@ -129,7 +121,7 @@ def slurm_page(cluster: Cluster, page: Page, run: str, port: int, token: str | N
         # The jobs' own code, as it was sent with the newest of them.
         f"code=$(ls -td {shlex.quote(cluster.store_root)}/code/*/unpacked 2>/dev/null | head -n 1)",
         '[ -z "$code" ] || export PYTHONPATH="$code${PYTHONPATH:+:$PYTHONPATH}"',
-        *([f"IFS= read -r {TOKEN_VARIABLE}", f"export {TOKEN_VARIABLE}"] if token is not None else []),
+        *([f"IFS= read -r {TOKEN_VARIABLE}", f"export {TOKEN_VARIABLE}"] if page == "dash" else []),
         # Bash gives what it starts in the background an empty input: the real one goes by another number.
         "exec 3<&0",
         f"{shlex.join(words)} </dev/null >/dev/null 3<&- &",
@@ -139,9 +131,6 @@ def slurm_page(cluster: Cluster, page: Page, run: str, port: int, token: str | N
         'wait "$server"',
     ]
     forward = ("-o", "ExitOnForwardFailure=yes", "-L", f"{port}:{LOOPBACK}:{port}")
-    command = ("ssh", "-T", *forward, "--", login, f"bash -c {shlex.quote(_join_lines(lines))}")
-    return PageCommand(RemoteCommand(command, f"{page} of {run} on {login}"), token)
-
-
-def _join_lines(lines: Sequence[str]) -> str:
-    return "\n".join(line.rstrip("\n") for line in lines)
+    script = "\n".join(line.rstrip("\n") for line in lines)
+    command = ("ssh", "-T", *forward, "--", login, f"bash -c {shlex.quote(script)}")
+    return RemoteCommand(command, f"{page} of {run} on {login}")

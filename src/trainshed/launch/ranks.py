@@ -25,6 +25,7 @@ from pathlib import Path
 from trainshed.errors import InputError
 from trainshed.run_folder import rank_name
 from trainshed.signals import STOP_SIGNALS, StopSignals
+from trainshed.this_machine import usable_cpus
 
 STOPPED_SECONDS = 10.0
 """A rank that has been stopped (SIGSTOP, a debugger) for this long is reported."""
@@ -37,9 +38,9 @@ _KILL_SECONDS = 30.0  # a process that waits for a dead mount does not die even 
 # 1 is PR_SET_PDEATHSIG in linux/prctl.h. The parent may have died before this call, hence the check after it.
 _PARENT_DEATH_WRAPPER = """
 import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)
+ctypes.CDLL(None).prctl(1, int(sys.argv[2]))
 os.getppid() == int(sys.argv[1]) or os._exit(1)
-os.execvp(sys.argv[2], sys.argv[2:])
+os.execvp(sys.argv[3], sys.argv[3:])
 """
 
 
@@ -176,7 +177,7 @@ class RankProcesses:
         self._logs[rank] = logs / (log or f"{rank_name(rank)}.log")
         with self._logs[rank].open("ab") as output:
             process = subprocess.Popen(
-                _with_parent_death_signal(command),
+                with_parent_death_signal(command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -341,7 +342,7 @@ def rank_environment(
 def _shared_environment(added: Mapping[str, str] | None, ranks: int) -> dict[str, str]:
     environment = {**os.environ, **(added or {})}
     # By default every rank would start a thread for each core of the node.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // ranks)))
     environment.setdefault("PYTHONUNBUFFERED", "1")  # so that a killed rank loses no line of its log
     return environment
 
@@ -356,14 +357,17 @@ def free_port() -> int:
 _STOP_EXIT_CODES = frozenset(128 + number for number in STOP_SIGNALS)
 
 
-def _with_parent_death_signal(command: Sequence[str]) -> list[str]:
-    """Return the command in a wrapper: it asks the kernel to kill it when this process dies, then execs the command.
+_KILL_SIGNAL: int = getattr(signal, "SIGKILL", 9)  # its number on Linux, where ranks run; Windows has none
+
+
+def with_parent_death_signal(command: Sequence[str], number: int = _KILL_SIGNAL) -> list[str]:
+    """Return the command in a wrapper: it asks the kernel to signal it when this process dies, then execs the command.
 
     This is not done between fork and exec: Python code there may hang in a parent that has threads.
     """
     if sys.platform != "linux":
         return list(command)
-    return [sys.executable, "-I", "-S", "-c", _PARENT_DEATH_WRAPPER, str(os.getpid()), *command]
+    return [sys.executable, "-I", "-S", "-c", _PARENT_DEATH_WRAPPER, str(os.getpid()), str(int(number)), *command]
 
 
 def _is_stopped(pid: int) -> bool:

@@ -67,6 +67,18 @@ def port_of_start(start: str) -> int:
     return FIRST_PORT + zlib.crc32(start.encode()) % PORTS
 
 
+def unused_port(first: int) -> int:
+    """Return the first port from `first` on that nobody on this machine listens on; `first` where all are taken."""
+    for port in range(first, first + PREFLIGHT_PORT_OFFSET // 2):
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                listener.bind(("", port))
+                listener.listen()
+                return port
+    return first
+
+
 @dataclass(frozen=True)
 class NodeEnv:
     """Which node this is, as the target's script says in the environment."""

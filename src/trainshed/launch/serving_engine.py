@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
+from trainshed.launch import megatron_api
 from trainshed.launch.vllm import vllm_command
 from trainshed.plugins import Registry
 from trainshed.recipe import Recipe
@@ -35,6 +37,14 @@ class ServingEngine(ABC):
         It must honour what `recipe.serve` says: gpus, max_length, max_sequences and args.
         """
 
+    def job_files(self) -> dict[str, str]:
+        """Return files that a job needs besides, by name; the folder they are in is on PYTHONPATH."""
+        return {}
+
+    def job_arguments(self) -> list[str]:
+        """Return arguments that `command` gets in a job, where `job_files` are."""
+        return []
+
     def problems(self, recipe: Recipe) -> Iterator[Problem]:
         """Yield what the recipe asks for and this server cannot do, with paths such as ("serve", "args", "x")."""
         return iter(())
@@ -51,6 +61,15 @@ class VllmServer(ServingEngine):
     def command(self, recipe: Recipe, folder: str, *, drain_seconds: int) -> list[str]:
         """Return `vllm serve`."""
         return vllm_command(recipe, folder, drain_seconds=drain_seconds)
+
+    def job_files(self) -> dict[str, str]:
+        """Return what answers Megatron's clients."""
+        file = Path(megatron_api.__file__)
+        return {file.name: file.read_text(encoding="utf-8")}
+
+    def job_arguments(self) -> list[str]:
+        """Return how vLLM takes it in."""
+        return ["--middleware", f"{Path(megatron_api.__file__).stem}.{megatron_api.MegatronApi.__name__}"]
 
 
 SERVING_ENGINES: Registry[Any] = Registry(

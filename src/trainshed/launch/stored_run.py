@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import orjson
 
-from trainshed.errors import NotFound, TrainshedError
+from trainshed.errors import NotFound
 from trainshed.launch.local import holder_attempt, run_holder
 from trainshed.observe.event_text import format_duration
+from trainshed.observe.run_facts import read_run_recipe
 from trainshed.observe.run_status import RunStatus, read_run_status
-from trainshed.plugins import plugins_not_run
-from trainshed.recipe import Recipe, parse_recipe
+from trainshed.recipe import Recipe
 from trainshed.recipe.phase_spans import written_steps
 from trainshed.run_folder import (
     ATTEMPTS,
@@ -32,7 +32,7 @@ from trainshed.run_folder import (
     RECIPE_FILE,
     attempt_folder,
 )
-from trainshed.storage import Store, join, list_folders, parse
+from trainshed.storage import Store, list_folders, parse
 from trainshed.storage.attempts import newest_attempt_record
 from trainshed.storage.locks import LockHolder
 
@@ -144,19 +144,9 @@ def _elsewhere(progress: RunStatus, what: str) -> StoredRunStatus:
     return StoredRunStatus("unknown", reason, replace(progress, eta_seconds=None))
 
 
-def read_run_recipe(store: Store) -> Recipe | None:
-    """Return the recipe that a run's folder holds; None where it holds none that can be read."""
-    try:
-        with plugins_not_run():
-            folder = local_path(store)
-            return parse_recipe(store.read(RECIPE_FILE), source=join(store.url, RECIPE_FILE), folder=folder)
-    except TrainshedError:
-        return None
-
-
 def planned_steps(store: Store, recipe: Recipe | None = None) -> int | None:
     """Return how many steps a run is to have, by its own files; None where they do not say."""
-    recipe = recipe or read_run_recipe(store)
+    recipe = recipe or read_run_recipe(store, "")
     if recipe is not None and (steps := written_steps(recipe)) is not None:
         return steps
     try:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 from trainshed.errors import InputError
 from trainshed.launch.job import DEFAULT_PORT, SERVICE_PORT, Job
+from trainshed.launch.stage_state import StageState
 from trainshed.plugins import Registry
 from trainshed.recipe import Cluster
-
-StageStateName = Literal["waiting", "running", "serving", "done", "failed", "cancelled", "unknown"]
-"""serving: a server answers; it runs until somebody ends it."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,12 @@ class RequestPart:
     """File name for people: `train.sbatch`, `train.yaml`."""
     stage: str | None
     text: str
+    summary: str | None = None
+    """Of a program that nobody reads: what `render` prints in its place."""
+
+    def printed(self) -> str:
+        """Return what `render` prints: the text, or a comment that says what it is."""
+        return self.text if self.summary is None else f"# {self.name}: {self.summary}\n"
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class SubmitRequest:
 
     def text(self) -> str:
         """Return what `render` prints."""
-        return "".join(part.text for part in self.parts)
+        return "".join(part.printed() for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -64,20 +68,6 @@ class SubmittedJob:
     """Of the serving stage, on its node; None if it is reached by name (a Service), or if no stage serves."""
     serve_ready: str = "/ready"
     """The path that the serving stage answers once it serves."""
-
-
-@dataclass(frozen=True)
-class StageState:
-    """The state of a stage, with one sentence that says why."""
-
-    stage: str
-    state: StageStateName
-    reason: str
-    """Why it waits or failed, in a sentence; empty if there is nothing to say."""
-    id: str = ""
-    nodes: tuple[str, ...] = ()
-    restarts: int = 0
-    exit_code: int | None = None
 
 
 class Target(Protocol):

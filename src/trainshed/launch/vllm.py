@@ -33,6 +33,7 @@ _FLAGS_OF_THE_RECIPE = {
     "--enable-lora": "serve.adapters",
     "--lora-modules": "serve.adapters",
     "--max-loras": "serve.adapters",
+    "--middleware": None,
 }
 _KIND_TEXT = {
     "switch": "true or false",

@@ -10,7 +10,7 @@ computes its own queries. A rank holds two parts of the sequence, one early and 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from trainshed.models.collectives import ParallelAxes, all_gather
 from trainshed.models.documents import AttentionMask, block_attention
 from trainshed.models.layers import Linear, Norm, ProjectionNorm, RowParallelLinear
 from trainshed.recipe import ModelConfig
-from trainshed.recipe.model import RopeScaling
+from trainshed.recipe.model_parts import RopeScaling
 
 # cuDNN's kernel is about twice as fast as the flash one on Hopper; the others are for shapes it does not support.
 SDPA_BACKENDS = [
@@ -31,6 +31,14 @@ SDPA_BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+
+
+AttentionSpan = tuple[int | None, int | None]
+"""(window, chunk) of a layer."""
+RotaryTable = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, [S, 1, 1, D] or [S, B, 1, D] each."""
+PositionTable = RotaryTable | torch.Tensor | None
+"""What positions do to a layer's queries and keys: they are turned, or queries alone are multiplied, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +51,20 @@ class AttentionRule:
     """What scores are multiplied by; None: 1 / sqrt(D)."""
     soft_cap: float | None = None
     """Scores x become cap · tanh(x / cap); None: they stay as they are."""
+    has_sinks: bool = False
+    """Whether each head has a score of its own in the softmax, beside those of the keys: a sink, which has no value."""
+    chunk: int | None = None
+    """A query sees only its own chunk of so many tokens, counted from the first; None: there are no chunks."""
 
     @property
     def needs_scores(self) -> bool:
         """Whether it changes scores in a way that `scaled_dot_product_attention` does not have."""
-        return self.soft_cap is not None
+        return self.soft_cap is not None or self.has_sinks
+
+    @property
+    def span(self) -> AttentionSpan:
+        """What decides how far back a query sees: rules with the same have the same masks."""
+        return self.window, self.chunk
 
 
 PLAIN_ATTENTION = AttentionRule()
@@ -56,7 +73,13 @@ PLAIN_ATTENTION = AttentionRule()
 def attention_rule(config: ModelConfig, layer: int) -> AttentionRule:
     """Return how a layer attends."""
     scale = None if config.query_scalar is None else config.query_scalar**-0.5
-    return AttentionRule(config.layer_window(layer), scale, config.attention_soft_cap)
+    return AttentionRule(
+        config.layer_window(layer),
+        scale,
+        config.attention_soft_cap,
+        config.attention_sinks,
+        config.layer_chunk(layer),
+    )
 
 
 class Attention(nn.Module):
@@ -78,17 +101,18 @@ class Attention(nn.Module):
             self.query_norm = Norm(config.head_dim, config, kind="rms")
             self.key_norm = Norm(config.head_dim, config, kind="rms")
         heads = self.kv_groups * self.queries_per_group * config.head_dim
+        self.sinks = nn.Parameter(torch.empty(heads // config.head_dim)) if config.attention_sinks else None
         self.out = RowParallelLinear(heads, config.hidden, axes.tp, bias=config.output_bias)
         self.post_norm = nn.Identity() if config.norm_placement == "pre" else Norm(config.hidden, config)
 
     def forward(
         self,
         x: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        rotary: PositionTable,
         samples: torch.Tensor | None = None,
         masks: tuple[AttentionMask, ...] | None = None,
     ) -> torch.Tensor:
-        """Attend from this rank's tokens [s, B, H]; `rotary` are cosines and sines [S, 1, 1, D] or [S, B, 1, D].
+        """Attend from this rank's tokens [s, B, H]; `rotary` is what their positions do.
 
         `samples` are the run's sample numbers [B], for the dropout of adapters. `masks` keep documents apart
         (`document_masks`); without them a row is one document.
@@ -103,7 +127,7 @@ class Attention(nn.Module):
     def qkv_projection(
         self,
         x: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        rotary: PositionTable,
         samples: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute queries [S, B, G · r, D], keys and values [S, B, G, D] of this rank's tokens, rotated by position."""
@@ -114,10 +138,22 @@ class Attention(nn.Module):
         query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
         if self.config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        if rotary is not None:
-            query = apply_rotary(query, *rotary).to(x.dtype)
-            key = apply_rotary(key, *rotary).to(x.dtype)
+        if isinstance(rotary, torch.Tensor):
+            query = (query * rotary).to(x.dtype)
+        elif rotary is not None:
+            query, key = self.rotate(query, rotary), self.rotate(key, rotary)
         return query, key, value
+
+    def rotate(self, heads: torch.Tensor, rotary: RotaryTable) -> torch.Tensor:
+        """Rotate queries or keys [S, B, heads, D] by position, and normalise them where the model does."""
+        rope = self.config.rope
+        if rope is not None and rope.interleaved:
+            # Queries and keys are permuted alike, which changes no product of the two.
+            heads = torch.cat([heads[..., 0::2], heads[..., 1::2]], dim=-1)
+        turned = apply_rotary(heads, *rotary)
+        if self.config.qk_l2_norm:
+            turned = F.rms_norm(turned, turned.shape[-1:], None, self.config.norm_eps)
+        return turned.to(heads.dtype)
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: tuple[AttentionMask, ...] | None
@@ -125,7 +161,7 @@ class Attention(nn.Module):
         """Attend over the whole sequence: [S, B, heads, D] each to [S, B, heads, D]."""
         cp = self.axes.cp
         if cp.size == 1:
-            return causal_attention(query, key, value, self.rule, None if masks is None else masks[0])
+            return causal_attention(query, key, value, self.rule, None if masks is None else masks[0], self.sinks)
         both = restore_sequence_order(all_gather(torch.cat([key, value], dim=2), cp), cp.size)
         key, value = both.split(self.kv_groups, dim=2)
         half_length = query.shape[0] // 2
@@ -133,7 +169,7 @@ class Attention(nn.Module):
         for half, queries in enumerate(query.split(half_length)):
             end = ((cp.rank, 2 * cp.size - 1 - cp.rank)[half] + 1) * half_length
             mask = None if masks is None else masks[half]
-            halves.append(causal_attention(queries, key[:end], value[:end], self.rule, mask))
+            halves.append(causal_attention(queries, key[:end], value[:end], self.rule, mask, self.sinks))
         return torch.cat(halves)
 
 
@@ -151,15 +187,19 @@ def causal_attention(
     value: torch.Tensor,
     rule: AttentionRule = PLAIN_ATTENTION,
     document_mask: AttentionMask | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend causally: [S, B, heads, D] throughout; the last query is at the position of the last key.
 
-    A `document_mask` takes the place of causality and window, which it contains.
+    A `document_mask` takes the place of causality and window, which it contains. `sinks` [heads] are for a rule that
+    has them.
     """
     queries, keys, window = query.shape[0], key.shape[0], rule.window
+    if document_mask is None and rule.chunk is not None and rule.chunk < keys:
+        return _chunked_attention(query, key, value, rule, rule.chunk, sinks)
     windowed = window is not None and window < keys
     if document_mask is not None:
-        return _masked_attention(query, key, value, document_mask, rule)
+        return _masked_attention(query, key, value, document_mask, rule, sinks)
     has_kernel = not rule.needs_scores and supports_flash(query.shape[-1], query.dtype, query.device)
     if (windowed or keys > queries) and has_kernel:
         if (missing := query.shape[-1] - value.shape[-1]) > 0:
@@ -174,19 +214,42 @@ def causal_attention(
         mask = other <= at
         if window is not None:
             mask = mask & (other > at - window)
-    return _masked_attention(query, key, value, mask, rule)
+    return _masked_attention(query, key, value, mask, rule, sinks)
+
+
+def _chunked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rule: AttentionRule,
+    chunk: int,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`causal_attention` chunk by chunk: none computes a score that its mask would hide."""
+    within, begin = replace(rule, chunk=None), key.shape[0] - query.shape[0]
+    parts = []
+    for start in range(begin // chunk * chunk, key.shape[0], chunk):
+        stop = min(start + chunk, key.shape[0])
+        queries = query[max(start, begin) - begin : stop - begin]
+        parts.append(causal_attention(queries, key[start:stop], value[start:stop], within, sinks=sinks))
+    return torch.cat(parts)
 
 
 def _masked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: AttentionMask | None, rule: AttentionRule
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: AttentionMask | None,
+    rule: AttentionRule,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend under a mask, or causally without one: [S, B, heads, D] throughout."""
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     if isinstance(mask, BlockMask):
-        out = block_attention(query, key, value, mask, scale=rule.scale, soft_cap=rule.soft_cap)
+        out = block_attention(query, key, value, mask, scale=rule.scale, soft_cap=rule.soft_cap, sinks=sinks)
     elif rule.needs_scores:
         assert mask is not None, "`causal_attention` makes one"
-        out = score_attention(query, key, value, mask, rule)
+        out = score_attention(query, key, value, mask, rule, sinks)
     elif query.is_cuda:
         with sdpa_kernel(SDPA_BACKENDS, set_priority=True):
             out = F.scaled_dot_product_attention(
@@ -216,7 +279,12 @@ def supports_flash(head_dim: int, dtype: torch.dtype, device: torch.device) -> b
 
 
 def score_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, rule: AttentionRule
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    rule: AttentionRule,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from [B, heads, Q, D] to [B, groups, K, D] with scores that exist whole: for rules that no kernel has."""
     groups, scale = key.shape[1], rule.scale or query.shape[-1] ** -0.5
@@ -226,7 +294,13 @@ def score_attention(
         scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
     if mask is not None:
         scores = scores.masked_fill(~(mask if mask.dim() == 2 else mask[:, :, None]), -torch.inf)
-    weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    if sinks is not None:
+        # One more key for each head, whose weight is left out afterwards: it takes its part of the sum.
+        sink = sinks.to(scores.dtype).view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(-1, dtype=wide).to(query.dtype)
+    weights = weights if sinks is None else weights[..., :-1]
     return (weights @ value[:, :, None]).flatten(1, 2)
 
 
@@ -343,6 +417,14 @@ def rotary_table(
     angles = torch.cat([angles, angles], dim=-1)
     magnitude = _rotary_magnitude(config, local=local)
     return angles.cos() * magnitude, angles.sin() * magnitude
+
+
+def query_scales(config: ModelConfig, positions: torch.Tensor) -> torch.Tensor | None:
+    """Return what queries without positions are multiplied by, by their place: float32 [S]; None: by nothing."""
+    if (temperature := config.attention_temperature) is None:
+        return None
+    steps = torch.floor((positions.float() + 1.0) / temperature.tokens)
+    return torch.log1p(steps) * temperature.scale + 1.0
 
 
 def apply_rotary(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:

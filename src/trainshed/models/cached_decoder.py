@@ -22,19 +22,20 @@ from torch import nn
 from trainshed.models.attention import (
     PLAIN_ATTENTION,
     AttentionRule,
-    apply_rotary,
     causal_attention,
     score_attention,
 )
-from trainshed.models.decoder import DecoderLayer, DecoderStage, scale_embedding
+from trainshed.models.decoder import DecoderLayer, DecoderStage, rows_of_table, scale_embedding
 from trainshed.models.latent_attention import MultiHeadLatentAttention
 from trainshed.models.layers import Linear, gates_first
 from trainshed.models.moe import GroupedExperts, MoE
 
-AttentionFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionRule], torch.Tensor]
+AttentionFunction = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, AttentionRule, torch.Tensor | None], torch.Tensor
+]
 """How new queries [T, G · r, D] attend to cached keys [N, G, D] and values [N, G, V] by a layer's rule.
 
-It gives [T, G · r, V]."""
+The last are the sinks [G · r] of a rule that has them. It gives [T, G · r, V]."""
 
 
 @dataclass(frozen=True)
@@ -81,28 +82,29 @@ class CachedDecoder:
         x = scale_embedding(decoder.embedding(tokens).to(decoder.spec.dtype), self.config)
         if self.config.positions == "learned":
             x = x + F.embedding(positions, decoder.positions.weight).to(x.dtype)
-        tables = {False: decoder.rotary, True: decoder.local_rotary}
         rotary_of = {
-            local: None if table is None else (table[0][positions], table[1][positions])
-            for local, table in tables.items()
+            kind: None if table is None else rows_of_table(table, positions)
+            for kind, table in decoder.position_tables.items()
         }
         x = x[:, None]
         for layer, block in enumerate(decoder.layers.values()):
             assert isinstance(block, DecoderLayer), "a decoder's layers are blocks"
-            keys, values, rotary = self.keys[layer], self.values[layer], rotary_of[block.has_local_rope]
+            keys, values, rotary = self.keys[layer], self.values[layer], rotary_of[block.position_kind]
             if isinstance(block.attention, MultiHeadLatentAttention):
-                assert rotary is not None, "latent attention has rotary positions"
+                assert isinstance(rotary, tuple), "latent attention has rotary positions"
                 x = x + self._attend_to_latents(block.attention, x, rotary, slots, keys, values, attention)
                 x = x + self._feed_forward(block, x, one_by_one)
                 continue
             query, key, value = block.attention.qkv_projection(x, None)
-            if rotary is not None:
+            if isinstance(rotary, torch.Tensor):
+                query = (query * rotary).to(x.dtype)
+            elif rotary is not None:
                 # Both at once: the time of a step with few tokens is the number of its operations.
-                turned = apply_rotary(torch.cat([query, key], dim=2), *rotary).to(x.dtype)
+                turned = block.attention.rotate(torch.cat([query, key], dim=2), rotary)
                 query, key = turned.split([query.shape[2], key.shape[2]], dim=2)
             keys.index_copy_(0, slots, key[:, 0])
             values.index_copy_(0, slots, value[:, 0])
-            out = attention(query[:, 0], keys, values, block.attention.rule)
+            out = attention(query[:, 0], keys, values, block.attention.rule, block.attention.sinks)
             x = x + block.attention.output_projection(out[:, None])
             x = x + self._feed_forward(block, x, one_by_one)
         return decoder.norm(x)[:, 0]
@@ -120,7 +122,7 @@ class CachedDecoder:
         """Store latents and rotary keys of new tokens [T, 1, H] and attend to those of their sequences."""
         query, latent, rotary_key = module.compress(x, rotary)
         keys.index_copy_(0, slots, torch.cat([latent, rotary_key], dim=-1))
-        out = attention(module.absorbed_queries(query[:, 0]), keys, values, PLAIN_ATTENTION)
+        out = attention(module.absorbed_queries(query[:, 0]), keys, values, PLAIN_ATTENTION, None)
         return module.out(module.values_of_latents(out)[:, None])
 
     @staticmethod
@@ -138,30 +140,35 @@ class CachedDecoder:
 def per_sequence_attention(spans: Sequence[SequenceSpan]) -> AttentionFunction:
     """Attend sequence by sequence: works on every device and in every dtype, and no sequence changes another."""
 
-    def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    def attention(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: AttentionRule, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         out, window = query.new_zeros(*query.shape[:-1], values.shape[-1]), rule.window
         for span in spans:
             visible = span.key_length if window is None else min(span.key_length, window + span.query_length - 1)
+            if rule.chunk is not None and span.query_length == 1:
+                visible = (span.key_length - 1) % rule.chunk + 1
             slot_stop = span.slot_start + span.key_length
             block = slice(slot_stop - visible, slot_stop)
             rows = slice(span.query_start, span.query_start + span.query_length)
             if span.query_length == 1:
-                out[rows] = _decode_attention(query[rows], keys[block], values[block], rule)
+                out[rows] = _decode_attention(query[rows], keys[block], values[block], rule, sinks)
             else:
-                out[rows] = causal_attention(query[rows, None], keys[block, None], values[block, None], rule)[:, 0]
+                parts = (query[rows, None], keys[block, None], values[block, None])
+                out[rows] = causal_attention(*parts, rule, sinks=sinks)[:, 0]
         return out
 
     return attention
 
 
 def _decode_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: AttentionRule
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: AttentionRule, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """Attend from one token to all given keys; a group's heads are passed as tokens, so that no key is repeated."""
     groups = keys.shape[1]
     keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
     if rule.needs_scores:
-        return score_attention(query[..., None, :], keys, values, None, rule)[:, :, 0]
+        return score_attention(query[..., None, :], keys, values, None, rule, sinks)[:, :, 0]
     grouped = query.view(1, groups, -1, query.shape[-1])
     out = F.scaled_dot_product_attention(grouped, keys, values, scale=rule.scale)
     return out.reshape(1, -1, values.shape[-1])
@@ -188,7 +195,10 @@ def varlen_flash_attention(metadata: VarlenMetadata) -> AttentionFunction:
     # split long sequences over the GPU.
     causal = metadata.max_query_length > 1
 
-    def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    def attention(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: AttentionRule, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert sinks is None, "the runner takes another function for rules that the kernel does not have"
         return torch.ops.aten._flash_attention_forward(
             query,
             keys,
@@ -220,4 +230,6 @@ def put_gates_first(model: nn.Module) -> None:
             module.gate_up_interleaved = False
         elif isinstance(module, GroupedExperts) and module.gate_up_interleaved:
             module.gate_up = nn.Parameter(gates_first(module.gate_up, 1), requires_grad=False)
+            if module.config.mlp_bias:
+                module.gate_up_bias = nn.Parameter(gates_first(module.gate_up_bias, 1), requires_grad=False)
             module.gate_up_interleaved = False

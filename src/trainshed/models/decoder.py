@@ -8,20 +8,30 @@ Shapes: L whole sequence, S tokens of this context-parallel rank, s = S / tp, B 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainshed.models.attention import Attention, attention_rule, context_parallel_positions, rotary_table
+from trainshed.models.attention import (
+    Attention,
+    AttentionSpan,
+    PositionTable,
+    RotaryTable,
+    attention_rule,
+    context_parallel_positions,
+    query_scales,
+    rotary_table,
+)
 from trainshed.models.collectives import ParallelAxes, all_gather, reduce_scatter
 from trainshed.models.documents import AttentionMask, document_masks, document_positions, has_block_attention
+from trainshed.models.embedding import Embedding
 from trainshed.models.latent_attention import MultiHeadLatentAttention
 from trainshed.models.layers import MLP, CounterDropout, Norm
 from trainshed.models.loss import (
@@ -29,12 +39,11 @@ from trainshed.models.loss import (
     SourceLosses,
     VocabularyShard,
     linear_cross_entropy,
-    replace_rows,
     source_terms,
 )
 from trainshed.models.moe import ROUTER_LOSS_TERMS, MoE
+from trainshed.models.multi_token import MtpInput, further_tokens
 from trainshed.models.offload import ActivationOffload
-from trainshed.models.parameters import AddedRows
 from trainshed.models.preference_loss import (
     PREFERENCE_FIGURES,
     PreferenceRule,
@@ -58,6 +67,8 @@ class Regularization:
     moe_z: float = 0.0
     moe_bias_update: float = 0.0
     """How far the bias of each expert's score moves in a step, towards even load."""
+    mtp: float = 0.0
+    """Factor of the mean of the losses of a model's layers for multi-token prediction."""
     dropout: float = 0.0
     seed: int = 0
     token_loss: TokenLoss | None = None
@@ -87,10 +98,17 @@ class LossNormalization:
     pairs: torch.Tensor = field(default_factory=lambda: torch.ones(()))
 
 
-_RotaryTables = dict[bool, tuple[torch.Tensor, torch.Tensor] | None]
-"""Cosines and sines of layers without (False) and with (True) a rotary base of their own."""
-_WindowMasks = dict[int | None, tuple[AttentionMask, ...]]
-"""The masks of layers with each window; None: of those without one."""
+PositionKind = Literal["rotary", "local", "none"]
+"""What positions a layer has: rotary ones, those of layers with a rotary base of their own, or none (NoPE)."""
+_PositionTables = dict[PositionKind, PositionTable]
+_SpanMasks = dict[AttentionSpan, tuple[AttentionMask, ...]]
+
+
+def position_kind(config: ModelConfig, layer: int) -> PositionKind:
+    """Return what positions a layer has."""
+    if not config.has_rope(layer):
+        return "none"
+    return "local" if config.has_local_rope(layer) else "rotary"
 
 
 @dataclass(frozen=True)
@@ -130,7 +148,7 @@ class DecoderLayer(nn.Module):
         self.attention: Attention | MultiHeadLatentAttention = (
             Attention(config, axes, layer) if config.mla is None else MultiHeadLatentAttention(config, axes)
         )
-        self.window, self.has_local_rope = config.layer_window(layer), config.has_local_rope(layer)
+        self.span, self.position_kind = attention_rule(config, layer).span, position_kind(config, layer)
         if not config.has_experts(layer):
             assert config.ffn is not None, "the schema asks for it wherever there are no experts"
             self.mlp: MLP | MoE = MLP(config, config.ffn, axes)
@@ -138,33 +156,40 @@ class DecoderLayer(nn.Module):
             self.mlp = MoE(config, axes, balance_loss=regularization.moe_balance, z_loss=regularization.moe_z)
         self.attention_dropout = CounterDropout(layer, "attention", regularization.dropout, regularization.seed, device)
         self.mlp_dropout = CounterDropout(layer, "mlp", regularization.dropout, regularization.seed, device)
+        self.mtp = MtpInput(config) if layer >= config.layers else None
 
     def forward(
         self,
         x: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        rotary: PositionTable,
         sequence_scale: torch.Tensor | None,
         samples: torch.Tensor | None,
         columns: torch.Tensor,
         masks: tuple[AttentionMask, ...] | None = None,
+        embedded: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the residual stream [s, B, H] and the router's figures (`MoE.forward`), if there is a router.
 
         `sequence_scale` is 1 / sequences of the global batch, for the router's losses. `samples` and `columns` are for
-        dropout, `masks` keep documents apart.
+        dropout, `masks` keep documents apart. A layer for multi-token prediction needs the `embedded` tokens; its `x`
+        and what it returns are normalised hidden states.
         """
+        if self.mtp is not None:
+            x = self.mtp(x, embedded)
         arguments = (x, rotary, sequence_scale, samples, columns, masks)
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self._forward(*arguments)
-        keep: dict[str, Any] = {}
-        if self.recompute == "selective":
-            keep["context_fn"] = partial(self.checkpoint_contexts, self.cheap_products)
-        return checkpoint(self._forward, *arguments, use_reentrant=False, **keep)
+            x, router_figures = self._forward(*arguments)
+        else:
+            keep: dict[str, Any] = {}
+            if self.recompute == "selective":
+                keep["context_fn"] = partial(self.checkpoint_contexts, self.cheap_products)
+            x, router_figures = checkpoint(self._forward, *arguments, use_reentrant=False, **keep)
+        return x if self.mtp is None else self.mtp.norm(x), router_figures
 
     def _forward(
         self,
         x: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        rotary: PositionTable,
         sequence_scale: torch.Tensor | None,
         samples: torch.Tensor | None,
         columns: torch.Tensor,
@@ -178,70 +203,6 @@ class DecoderLayer(nn.Module):
         else:
             out, router_figures = self.mlp(x, samples), None
         return x + self.mlp_dropout(out, samples, columns), router_figures
-
-
-class Embedding(nn.Module):
-    """A table of vectors, as rows of a weight: the embedding, the learned positions or the head."""
-
-    def __init__(self, rows: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, width))
-        self.added: TrainedRows | None = None
-
-    def trained_rows(self) -> torch.Tensor | None:
-        """The rows of this rank that are trained while the others are frozen; None where there are none."""
-        return None if self.added is None or not self.added.enabled else self.added.rows()
-
-    @property
-    def trained_start(self) -> int:
-        """Where they begin among the rows of this rank."""
-        return 0 if self.added is None else self.added.start
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows of ids [...], counted from the first of this rank: [..., H]."""
-        # `where` lays its result out as the condition is, and pipeline stages send only contiguous tensors.
-        ids = ids.contiguous()
-        vectors = F.embedding(ids, self.weight)
-        return vectors if self.added is None or not self.added.enabled else self.added.put_into(vectors, ids)
-
-    def with_rows(
-        self, function: Callable[[Embedding, torch.Tensor], torch.Tensor], hidden: torch.Tensor
-    ) -> torch.Tensor:
-        """Return function(this table, hidden). Under FSDP the rows are gathered for the time of the call."""
-        return function(self, hidden)
-
-    def matrix(self) -> torch.Tensor:
-        """Return all rows of this rank as they are used."""
-        return replace_rows(self.weight, self.trained_rows(), self.trained_start)
-
-
-class TrainedRows(nn.Module):
-    """The rows of added tokens, which are trained beside adapters. Each tp rank holds all and uses those it has."""
-
-    enabled = True
-    """Whether they are used, and not those of the frozen table; see `adapters_disabled`."""
-
-    def __init__(self, added: AddedRows, width: int, vocab_start: int, vocab_stop: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(added.count, width))
-        self._first, self._last = added.within(vocab_start, vocab_stop)
-        self._offset = added.start - vocab_start
-        self.start = max(self._offset, 0)
-        """Where they begin among the rows of this rank."""
-
-    def put_into(self, vectors: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the vectors [..., H] of ids [...] with those of added tokens in place of the frozen ones.
-
-        A rank that has no added token computes the same, so that all ranks of tp have a gradient and meet in backward.
-        """
-        index = ids - self._offset
-        is_added = (index >= self._first) & (index < self._last)
-        trained = F.embedding(torch.where(is_added, index, 0), self.weight).to(vectors.dtype)
-        return torch.where(is_added[..., None], trained, vectors)
-
-    def rows(self) -> torch.Tensor | None:
-        """Return those that this rank has; None where it has none."""
-        return self.weight[self._first : self._last] if self._last > self._first else None
 
 
 class DecoderStage(nn.Module):
@@ -260,14 +221,15 @@ class DecoderStage(nn.Module):
         self.regularization, self.normalization = regularization, normalization
         self.vocab_start, vocab_stop = axes.tp.shard_bounds(config.vocab_size)
         vocabulary = vocab_stop - self.vocab_start
-        if spec.first or (spec.last and config.tied_embeddings):
+        self.mtp_layers = range(config.layers, config.layers + config.mtp_layers) if spec.last else range(0)
+        if spec.first or (spec.last and config.embedding_at_both_ends):
             self.embedding = Embedding(vocabulary, config.hidden)
         if spec.first and config.positions == "learned":
             self.positions = Embedding(config.max_positions, config.hidden)
         self.layers = nn.ModuleDict(
             {
                 str(layer): DecoderLayer(config, axes, regularization, layer, spec.recompute, spec.device)
-                for layer in spec.layers
+                for layer in self._all_layers
             }
         )
         if spec.last:
@@ -279,18 +241,19 @@ class DecoderStage(nn.Module):
         )
         self._build_position_tables(spec)
 
+    @property
+    def _all_layers(self) -> tuple[int, ...]:
+        """The layers of this stage, with those for multi-token prediction."""
+        return (*self.spec.layers, *self.mtp_layers)
+
     def _build_position_tables(self, spec: DecoderStageSpec) -> None:
         """Make positions and rotary angles on the real device, even while parameters are made on the meta device."""
         device, cp, tp = spec.device, self.axes.cp, self.axes.tp
         with torch.device("cpu"):
             local = context_parallel_positions(spec.sequence_length, cp.size, cp.rank)
-            self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-            self.local_rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-            self._rotary_of_position: dict[bool, tuple[torch.Tensor, torch.Tensor]] = {}
-            if self.config.positions == "rope":
-                self.rotary = self._rotary(local, local=False)
-                if any(map(self.config.has_local_rope, spec.layers)):
-                    self.local_rotary = self._rotary(local, local=True)
+            kinds = {position_kind(self.config, layer) for layer in self._all_layers}
+            self.position_tables: _PositionTables = {kind: self._position_table(local, kind) for kind in kinds}
+            self._table_of_position: _PositionTables = {}
             start, stop = tp.shard_bounds(len(local))
             self.columns, self.local_columns = local.to(device), local[start:stop].to(device)
         self.router_losses = torch.zeros(len(ROUTER_LOSS_TERMS), dtype=torch.float64, device=device)
@@ -298,12 +261,16 @@ class DecoderStage(nn.Module):
         self.expert_load: torch.Tensor | None = None
         """Tokens of this rank that each expert of each layer was chosen for since it was set to 0 [layers, E]."""
         if moe is not None and moe.score_bias:
-            self.expert_load = torch.zeros(self.config.layers, moe.experts, dtype=torch.float64, device=device)
+            layers = self.config.layers + self.config.mtp_layers
+            self.expert_load = torch.zeros(layers, moe.experts, dtype=torch.float64, device=device)
 
-    def _rotary(self, positions: torch.Tensor, *, local: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [S, 1, 1, D] on the device; `local`: for layers with a rotary base of their own."""
+    def _position_table(self, positions: torch.Tensor, kind: PositionKind) -> PositionTable:
+        """Return what positions [S] do to layers of a kind, on the device: [S, 1, 1, D], or [S, 1, 1, 1]."""
         dtype = torch.promote_types(self.spec.dtype, torch.float32)
-        cosine, sine = rotary_table(self.config, positions, local=local)
+        if kind == "none":
+            scales = query_scales(self.config, positions)
+            return None if scales is None else scales[:, None, None, None].to(self.spec.device, dtype)
+        cosine, sine = rotary_table(self.config, positions, local=kind == "local")
         return cosine[:, None, None].to(self.spec.device, dtype), sine[:, None, None].to(self.spec.device, dtype)
 
     def forward(
@@ -332,29 +299,64 @@ class DecoderStage(nn.Module):
         masks = self._masks(x.shape[1], document_starts)
         for block, saving in self._layers(x, positions, masks, samples):
             assert isinstance(block, DecoderLayer), "a decoder's layers are blocks"
-            rotary, mask = positions[block.has_local_rope], masks.get(block.window)
+            rotary, mask = positions[block.position_kind], masks.get(block.span)
             with saving:
                 x, router_figures = block(x, rotary, self.normalization.sequences, samples, self.local_columns, mask)
-            if router_figures is not None:
-                # Outside of what is recomputed, so that nothing is counted twice.
-                self.router_losses += router_figures[: len(ROUTER_LOSS_TERMS)]
-                if self.expert_load is not None:
-                    self.expert_load[block.layer] += router_figures[len(ROUTER_LOSS_TERMS) :]
+            self._count_router(block, router_figures)
         if not self.spec.last:
             return x
-        hidden = all_gather(self.norm(x), self.axes.tp)
+        hidden = self.norm(x)
+        whole = all_gather(hidden, self.axes.tp)
         if labels is None:
-            return hidden
+            return whole
+        # Validation measures the next token alone.
+        further = self._predict_further(hidden, labels, positions, masks, samples) if torch.is_grad_enabled() else []
         return self._head.with_rows(
             partial(
                 self._loss_terms,
                 labels=labels,
+                further=further,
                 document_starts=document_starts,
                 reference_logps=reference_logps,
                 sources=sources,
             ),
-            hidden,
+            whole,
         )
+
+    def _count_router(self, block: DecoderLayer, router_figures: torch.Tensor | None) -> None:
+        """Add what the router of a layer returned: outside of what is recomputed, so that nothing counts twice."""
+        if router_figures is None:
+            return
+        self.router_losses += router_figures[: len(ROUTER_LOSS_TERMS)]
+        if self.expert_load is not None:
+            self.expert_load[block.layer] += router_figures[len(ROUTER_LOSS_TERMS) :]
+
+    def _predict_further(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        positions: _PositionTables,
+        masks: _SpanMasks,
+        samples: torch.Tensor | None,
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the hidden states [S, B, H] and labels [B, S] of each layer for multi-token prediction."""
+        predictions = []
+        for depth, layer in enumerate(self.mtp_layers, start=1):
+            block = self.layers[str(layer)]
+            assert isinstance(block, DecoderLayer), "a decoder's layers are blocks"
+            tokens, further_labels = further_tokens(labels, depth, self.axes.cp)
+            hidden, router_figures = block(
+                hidden,
+                positions[block.position_kind],
+                self.normalization.sequences,
+                samples,
+                self.local_columns,
+                masks.get(block.span),
+                self._embedded(tokens),
+            )
+            self._count_router(block, router_figures)
+            predictions.append((all_gather(hidden, self.axes.tp), further_labels))
+        return predictions
 
     def _loss_terms(
         self,
@@ -362,6 +364,7 @@ class DecoderStage(nn.Module):
         hidden: torch.Tensor,
         *,
         labels: torch.Tensor,
+        further: list[tuple[torch.Tensor, torch.Tensor]],
         document_starts: torch.Tensor | None,
         reference_logps: torch.Tensor | None,
         sources: torch.Tensor | None,
@@ -386,22 +389,36 @@ class DecoderStage(nn.Module):
                 source_losses=source_losses,
                 soft_cap=self.config.logit_soft_cap,
             )
-            return self._with_source_losses(torch.stack(terms), source_losses)
-        loss, z = linear_cross_entropy(
-            hidden.flatten(0, 1),
-            head.weight,
-            labels.t().flatten(),
-            self.normalization.tokens,
-            z_loss=self.regularization.z_loss,
+            return self._with_source_losses(torch.stack([*terms, torch.zeros_like(terms[1])]), source_losses)
+        cross_entropy = partial(
+            linear_cross_entropy,
+            weight=head.weight,
             group=self.axes.tp,
             vocab_start=self.vocab_start,
             vocab_size=self.config.vocab_size,
             trained_rows=head.trained_rows(),
             trained_start=head.trained_start,
-            source_losses=source_losses,
             soft_cap=self.config.logit_soft_cap,
+            unit_factor=True,
         )
-        return self._with_source_losses(torch.stack([loss, z]), source_losses)
+        scale = self.normalization.tokens
+        loss, z = cross_entropy(
+            hidden.flatten(0, 1),
+            labels=labels.t().flatten(),
+            scale=scale,
+            z_loss=self.regularization.z_loss,
+            source_losses=source_losses,
+        )
+        further_loss = torch.zeros_like(z)
+        for states, further_labels in further:
+            part, _ = cross_entropy(
+                states.flatten(0, 1),
+                labels=further_labels.t().flatten(),
+                scale=scale * (self.regularization.mtp / len(further)),
+            )
+            further_loss = further_loss + part
+        terms = torch.stack([loss + further_loss, z, further_loss.detach()])
+        return self._with_source_losses(terms, source_losses)
 
     def _with_source_losses(self, terms: torch.Tensor, source_losses: SourceLosses | None) -> torch.Tensor:
         """Return the terms of a loss, followed by what the sources have of it; zeros where no sources are known."""
@@ -412,16 +429,16 @@ class DecoderStage(nn.Module):
     def _layers(
         self,
         x: torch.Tensor,
-        positions: _RotaryTables,
-        masks: _WindowMasks,
+        positions: _PositionTables,
+        masks: _SpanMasks,
         samples: torch.Tensor | None,
     ) -> Iterator[tuple[nn.Module, AbstractContextManager[None]]]:
         """Yield each layer with the context that it runs in, which says where its activations wait for backward."""
-        blocks = list(self.layers.values())
+        blocks = [self.layers[str(layer)] for layer in self.spec.layers]
         if self.spec.offload is None or not torch.is_grad_enabled():
             yield from ((block, nullcontext()) for block in blocks)
             return
-        tables = (table for tables in positions.values() for table in tables or ())
+        tables = (table for kind in positions.values() for table in (kind if isinstance(kind, tuple) else (kind,)))
         plain_masks = (mask for parts in masks.values() for mask in parts if isinstance(mask, torch.Tensor))
         shared = (*tables, *plain_masks, samples)
         one_stage = self.spec.first and self.spec.last
@@ -467,29 +484,23 @@ class DecoderStage(nn.Module):
     def _head(self) -> Embedding:
         return self.embedding if self.config.tied_embeddings else self.head
 
-    def _positions(self, document_starts: torch.Tensor | None) -> _RotaryTables:
-        """Return the tables of layers without and with a rotary base of their own."""
-        tables = {False: self.rotary, True: self.local_rotary}
+    def _positions(self, document_starts: torch.Tensor | None) -> _PositionTables:
+        """Return what positions do to layers of each kind that this stage has."""
         if document_starts is None:
-            return tables
-        return {
-            local: None if table is None else self._document_rotary(document_starts, local=local)
-            for local, table in tables.items()
-        }
+            return self.position_tables
+        return {kind: self._document_table(document_starts, kind) for kind in self.position_tables}
 
-    def _document_rotary(self, document_starts: torch.Tensor, *, local: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines of this rank's columns by their positions within documents: [S, B, 1, D] each."""
-        if local not in self._rotary_of_position:
+    def _document_table(self, document_starts: torch.Tensor, kind: PositionKind) -> PositionTable:
+        """Return the table of this rank's columns by their positions within documents: [S, B, 1, D], or of width 1."""
+        if kind not in self._table_of_position:
             with torch.device("cpu"):
-                cosine, sine = self._rotary(torch.arange(self.spec.sequence_length), local=local)
-            self._rotary_of_position[local] = cosine[:, 0], sine[:, 0]
-        positions = document_positions(document_starts, self.columns)
-        cosine, sine = self._rotary_of_position[local]
-        return cosine[positions], sine[positions]
+                self._table_of_position[kind] = self._position_table(torch.arange(self.spec.sequence_length), kind)
+        table = self._table_of_position[kind]
+        return None if table is None else rows_of_table(table, document_positions(document_starts, self.columns))
 
-    def _masks(self, rows: int, document_starts: torch.Tensor | None) -> _WindowMasks:
-        """Return the masks of each window that a layer of this stage has; none where kernels do without."""
-        rules = {layer: attention_rule(self.config, layer) for layer in self.spec.layers}
+    def _masks(self, rows: int, document_starts: torch.Tensor | None) -> _SpanMasks:
+        """Return the masks of each window or chunk that a layer of this stage has; none where kernels do without."""
+        rules = {layer: attention_rule(self.config, layer) for layer in self._all_layers}
         changed_scores = any(rule.needs_scores for rule in rules.values())
         blocks = has_block_attention(self.spec.device, self.config.head_dim)
         if changed_scores and self.spec.dtype not in (torch.bfloat16, torch.float16):
@@ -500,14 +511,24 @@ class DecoderStage(nn.Module):
             # Only FlexAttention changes scores without holding all of them, and it takes a mask.
             document_starts = torch.zeros(rows, self.spec.sequence_length, dtype=torch.int64, device=self.spec.device)
         return {
-            window: document_masks(document_starts, self.axes.cp, window, blocks=blocks)
-            for window in {rule.window for rule in rules.values()}
+            (window, chunk): document_masks(document_starts, self.axes.cp, window, blocks=blocks, chunk=chunk)
+            for window, chunk in {rule.span for rule in rules.values()}
         }
 
     def _embed(
         self, tokens: torch.Tensor, samples: torch.Tensor | None, document_starts: torch.Tensor | None
     ) -> torch.Tensor:
-        """Embed token ids [B, S]: this rank's part of the residual stream [s, B, H]. Each tp rank has some rows."""
+        """Return the residual stream [s, B, H] of token ids [B, S]."""
+        x = self._embedded(tokens)
+        if self.config.positions == "learned":
+            positions = self.local_columns[:, None]
+            if document_starts is not None:
+                positions = document_positions(document_starts, self.local_columns)
+            x = x + F.embedding(positions, self.positions.weight).to(x.dtype)
+        return self.embedding_dropout(x, samples, self.local_columns)
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embed token ids [B, S]: this rank's part [s, B, H]. Each tp rank has some rows of the table."""
         ids = tokens.t() - self.vocab_start
         tp = self.axes.tp
         if tp.size == 1:
@@ -516,13 +537,17 @@ class DecoderStage(nn.Module):
             on_this_rank = (ids >= 0) & (ids < self.embedding.weight.shape[0])
             rows = self.embedding(torch.where(on_this_rank, ids, 0))
             x = reduce_scatter(torch.where(on_this_rank[..., None], rows, 0.0), tp)
-        x = scale_embedding(x.to(self.spec.dtype), self.config)
-        if self.config.positions == "learned":
-            positions = self.local_columns[:, None]
-            if document_starts is not None:
-                positions = document_positions(document_starts, self.local_columns)
-            x = x + F.embedding(positions, self.positions.weight).to(x.dtype)
-        return self.embedding_dropout(x, samples, self.local_columns)
+        return scale_embedding(x.to(self.spec.dtype), self.config)
+
+
+def rows_of_table(table: RotaryTable | torch.Tensor, positions: torch.Tensor) -> RotaryTable | torch.Tensor:
+    """Return the rows of a table [L, 1, 1, D] at positions [S, B]: [S, B, 1, D]; those at [T] are [T, 1, 1, D]."""
+    if isinstance(table, tuple):
+        cosine, sine = (rows_of_table(part, positions) for part in table)
+        assert isinstance(cosine, torch.Tensor), "a part of a table"
+        assert isinstance(sine, torch.Tensor), "a part of a table"
+        return cosine, sine
+    return table[positions] if positions.dim() == 1 else table[:, 0][positions]
 
 
 def scale_embedding(x: torch.Tensor, config: ModelConfig) -> torch.Tensor:

@@ -42,27 +42,32 @@ def has_block_attention(device: torch.device, head_dim: int) -> bool:
 
 
 def document_masks(
-    document_starts: torch.Tensor, cp: AxisGroup, window: int | None, *, blocks: bool
+    document_starts: torch.Tensor, cp: AxisGroup, window: int | None, *, blocks: bool, chunk: int | None = None
 ) -> tuple[AttentionMask, ...]:
     """Return one mask for each contiguous part of this rank's queries: one, or with context parallel two.
 
     The parts are those of `context_parallel_positions`. The keys of a part are all columns up to its last query. With
-    `blocks` a mask is one for FlexAttention (`has_block_attention`).
+    `blocks` a mask is one for FlexAttention (`has_block_attention`). Chunks of attention begin with each document.
     """
     length = document_starts.shape[1]
     if cp.size == 1:
-        return (_mask(document_starts, 0, length, window, blocks),)
+        return (_mask(document_starts, 0, length, window, chunk, blocks),)
     part = length // (2 * cp.size)
     numbers = (cp.rank, 2 * cp.size - 1 - cp.rank)
-    return tuple(_mask(document_starts, number * part, (number + 1) * part, window, blocks) for number in numbers)
+    ends = ((number * part, (number + 1) * part) for number in numbers)
+    return tuple(_mask(document_starts, *begin_end, window, chunk, blocks) for begin_end in ends)
 
 
-def _mask(document_starts: torch.Tensor, begin: int, end: int, window: int | None, blocks: bool) -> AttentionMask:
+def _mask(
+    document_starts: torch.Tensor, begin: int, end: int, window: int | None, chunk: int | None, blocks: bool
+) -> AttentionMask:
     """Return the mask of the queries in columns [begin, end) over the keys in columns [0, end)."""
     columns = torch.arange(begin, end, device=document_starts.device)
     first_key = document_starts[:, begin:end]
     if window is not None:
         first_key = torch.maximum(first_key, columns - (window - 1))
+    if chunk is not None:
+        first_key = columns - (columns - first_key) % chunk
     if blocks:
         return _block_mask(first_key.contiguous(), begin, end)
     keys = torch.arange(end, device=document_starts.device)
@@ -105,8 +110,13 @@ def block_attention(
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend from [B, heads, Q, D] to [B, groups, K, D] under a block mask; `scale`, `soft_cap`: of the scores."""
+    """Attend from [B, heads, Q, D] to [B, groups, K, D] under a block mask; `scale`, `soft_cap`: of the scores.
+
+    With `sinks` [heads] a score of each head takes part in its softmax. The kernel gives the logarithm of its own sum;
+    what it attended to becomes less by the share of the sink: exp(lse) / (exp(lse) + exp(sink)).
+    """
     # Blocks of the decoder are compiled as a whole; outside of them the kernel is compiled by itself.
     function: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
 
@@ -115,7 +125,12 @@ def block_attention(
         return soft_cap * torch.tanh(score / soft_cap)
 
     score_mod = None if soft_cap is None else capped
-    return function(query, key, value, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=True)
+    options: dict[str, Any] = {"score_mod": score_mod, "block_mask": mask, "scale": scale, "enable_gqa": True}
+    if sinks is None:
+        return function(query, key, value, **options)
+    out, lse = function(query, key, value, return_lse=True, **options)
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    return (out * share[..., None]).to(out.dtype)
 
 
 @cache

@@ -13,29 +13,27 @@ from typing import Any, Literal
 
 from trainshed.errors import InputError
 from trainshed.models.hf_attention import HfAttentionReader, WindowStyle, as_json, write_rope, write_windows
+from trainshed.models.hf_family_keys import MTP_KEYS, deepseek_keys, float8_keys, llama4_keys
+from trainshed.models.hf_names import (
+    DEEPSEEK_NAMES,
+    DENSE_NAMES,
+    GEMMA_NAMES,
+    GPT2_NAMES,
+    GPT_OSS_NAMES,
+    LLAMA4_NAMES,
+    MIXTRAL_NAMES,
+    NEMOTRON_NAMES,
+    OLMO2_NAMES,
+    PHI3_NAMES,
+    QWEN_MOE_NAMES,
+    HfTensorNames,
+)
 from trainshed.models.nearest_family import nearest_family
 from trainshed.plugins import Registry
 from trainshed.recipe import ModelConfig
 from trainshed.recipe.model import FamilyName, family_decoder
 from trainshed.recipe.validation import validate
 from trainshed.recipe.yaml_io import KeyPath, SourceMap, SourcePosition, YamlDocument
-
-
-@dataclass(frozen=True)
-class HfTensorNames:
-    """What a family calls its tensors.
-
-    `base` is the prefix of all tensors but the head; checkpoints saved without a head lack it. `layer` is the prefix of
-    a layer's tensors. `tensors` maps our names (without layer and without `.weight` or `.bias`) to theirs: several if
-    only ours is fused, one if theirs is fused as well. Weights of `transposed` tensors are [in, out] (Conv1D).
-    `endings` are their words for what is neither `.weight` nor `.bias`.
-    """
-
-    base: str
-    layer: str
-    tensors: Mapping[str, tuple[str, ...]]
-    transposed: frozenset[str] = frozenset()
-    endings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,8 @@ class HfFamily:
     """Which part of a head is turned if the config does not say; None: all of it, and the config has no say."""
     refused_rope_kinds: tuple[str, ...] = ()
     """Kinds of stretching that mean something else in this family."""
+    default_scaling: Mapping[str, Any] = field(default_factory=dict)
+    """How transformers stretches positions if the config says nothing of it, in its own words."""
     window_style: WindowStyle = "none"
     full_attention_every: int = 1
     """With `layer_types` left out, every so many layers one has no window."""
@@ -74,98 +74,6 @@ class HfFamily:
     filled_in: Mapping[str, Any] = field(default_factory=dict)
     """Of such a family: keys of `model.config` that it gives another default (`norm_eps`, `tied_embeddings`)."""
 
-
-_ATTENTION = {
-    "embedding": ("model.embed_tokens",),
-    "norm": ("model.norm",),
-    "head": ("lm_head",),
-    "attention.norm": ("input_layernorm",),
-    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.query_norm": ("self_attn.q_norm",),
-    "attention.key_norm": ("self_attn.k_norm",),
-    "attention.out": ("self_attn.o_proj",),
-    "mlp.norm": ("post_attention_layernorm",),
-}
-_DENSE = HfTensorNames(
-    "model.",
-    "model.layers.{layer}.",
-    _ATTENTION | {"mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.down": ("mlp.down_proj",)},
-)
-_POST_NORMS = {
-    "attention.post_norm": ("post_attention_layernorm",),
-    "mlp.post_norm": ("post_feedforward_layernorm",),
-}
-_OLMO2 = HfTensorNames(
-    _DENSE.base,
-    _DENSE.layer,
-    {name: theirs for name, theirs in _DENSE.tensors.items() if name not in ("attention.norm", "mlp.norm")}
-    | _POST_NORMS,
-)
-_GEMMA = HfTensorNames(
-    _DENSE.base, _DENSE.layer, dict(_DENSE.tensors) | _POST_NORMS | {"mlp.norm": ("pre_feedforward_layernorm",)}
-)
-_PHI3 = HfTensorNames(
-    _DENSE.base,
-    _DENSE.layer,
-    dict(_DENSE.tensors) | {"attention.qkv": ("self_attn.qkv_proj",), "mlp.gate_up": ("mlp.gate_up_proj",)},
-)
-_NEMOTRON = HfTensorNames(_DENSE.base, _DENSE.layer, dict(_DENSE.tensors) | {"mlp.up": ("mlp.up_proj",)})
-_MIXTRAL = HfTensorNames(
-    "model.",
-    "model.layers.{layer}.",
-    _ATTENTION
-    | {
-        "mlp.router": ("block_sparse_moe.gate",),
-        "mlp.experts.gate_up": ("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
-        "mlp.experts.down": ("block_sparse_moe.experts.{expert}.w2",),
-    },
-)
-_QWEN_MOE = HfTensorNames(
-    "model.",
-    "model.layers.{layer}.",
-    _ATTENTION
-    | {
-        "mlp.router": ("mlp.gate",),
-        "mlp.experts.gate_up": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
-        "mlp.experts.down": ("mlp.experts.{expert}.down_proj",),
-    },
-)
-_DEEPSEEK = HfTensorNames(
-    "model.",
-    "model.layers.{layer}.",
-    {
-        **_QWEN_MOE.tensors,
-        "attention.q": ("self_attn.q_proj",),
-        "attention.q_down": ("self_attn.q_a_proj",),
-        "attention.q_norm": ("self_attn.q_a_layernorm",),
-        "attention.q_up": ("self_attn.q_b_proj",),
-        "attention.kv_down": ("self_attn.kv_a_proj_with_mqa",),
-        "attention.kv_norm": ("self_attn.kv_a_layernorm",),
-        "attention.kv_up": ("self_attn.kv_b_proj",),
-        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-        "mlp.down": ("mlp.down_proj",),
-        "mlp.shared.gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-        "mlp.shared.down": ("mlp.shared_experts.down_proj",),
-    },
-    endings={"score_bias": "e_score_correction_bias"},
-)
-_GPT2 = HfTensorNames(
-    "transformer.",
-    "transformer.h.{layer}.",
-    {
-        "embedding": ("transformer.wte",),
-        "positions": ("transformer.wpe",),
-        "norm": ("transformer.ln_f",),
-        "head": ("lm_head",),
-        "attention.norm": ("ln_1",),
-        "attention.qkv": ("attn.c_attn",),
-        "attention.out": ("attn.c_proj",),
-        "mlp.norm": ("ln_2",),
-        "mlp.up": ("mlp.c_fc",),
-        "mlp.down": ("mlp.c_proj",),
-    },
-    transposed=frozenset({"attention.qkv", "attention.out", "mlp.up", "mlp.down"}),
-)
 
 _COMMON = {
     "layers": "num_hidden_layers",
@@ -206,20 +114,20 @@ _GEMMA_DEFAULTS = {
     "sliding_window": 4096,
 }
 _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
-    "llama": HfFamily("LlamaForCausalLM", _COMMON, _DEFAULTS | {"num_key_value_heads": None}, _DENSE),
+    "llama": HfFamily("LlamaForCausalLM", _COMMON, _DEFAULTS | {"num_key_value_heads": None}, DENSE_NAMES),
     "mistral": HfFamily(
-        "MistralForCausalLM", _COMMON, _DEFAULTS | {"sliding_window": 4096}, _DENSE, window_style="all"
+        "MistralForCausalLM", _COMMON, _DEFAULTS | {"sliding_window": 4096}, DENSE_NAMES, window_style="all"
     ),
-    "qwen2": HfFamily("Qwen2ForCausalLM", _COMMON, _DEFAULTS, _DENSE, window_style="switched"),
-    "qwen3": HfFamily("Qwen3ForCausalLM", _COMMON, _DEFAULTS | {"head_dim": 128}, _DENSE, window_style="switched"),
+    "qwen2": HfFamily("Qwen2ForCausalLM", _COMMON, _DEFAULTS, DENSE_NAMES, window_style="switched"),
+    "qwen3": HfFamily("Qwen3ForCausalLM", _COMMON, _DEFAULTS | {"head_dim": 128}, DENSE_NAMES, window_style="switched"),
     "olmo2": HfFamily(
-        "Olmo2ForCausalLM", _COMMON, _DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": None}, _OLMO2
+        "Olmo2ForCausalLM", _COMMON, _DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": None}, OLMO2_NAMES
     ),
     "olmo3": HfFamily(
         "Olmo3ForCausalLM",
         _COMMON,
         _DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": None, "sliding_window": 4096},
-        _OLMO2,
+        OLMO2_NAMES,
         local_rope_base="base",
         window_style="pattern",
         full_attention_every=4,
@@ -228,7 +136,7 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
         "Gemma2ForCausalLM",
         _GEMMA_KEYS | {"attention_soft_cap": "attn_logit_softcapping"},
         _GEMMA_DEFAULTS | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
-        _GEMMA,
+        GEMMA_NAMES,
         window_style="pattern",
         full_attention_every=2,
         unread=frozenset({"hidden_act", "cache_implementation"}),
@@ -237,7 +145,7 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
         "Gemma3ForCausalLM",
         _GEMMA_KEYS,
         _GEMMA_DEFAULTS,
-        _GEMMA,
+        GEMMA_NAMES,
         rope_base=1e6,
         local_rope_base=10000.0,
         window_style="pattern",
@@ -248,7 +156,7 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
         "Phi3ForCausalLM",
         _COMMON,
         _DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": None, "sliding_window": None},
-        _PHI3,
+        PHI3_NAMES,
         rope_fraction=1.0,
         # transformers takes both for `longrope`, whose frequencies depend on the length of the text.
         refused_rope_kinds=("yarn",),
@@ -266,14 +174,14 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
             "tie_word_embeddings": False,
             "initializer_range": 0.0134,
         },
-        _NEMOTRON,
+        NEMOTRON_NAMES,
         rope_fraction=0.5,
     ),
     "mixtral": HfFamily(
         "MixtralForCausalLM",
         _WITH_EXPERTS,
         _DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": None},
-        _MIXTRAL,
+        MIXTRAL_NAMES,
         {"experts": ("num_local_experts",), "top_k": ("num_experts_per_tok",), "ffn": ("intermediate_size",)},
         rope_base=1e6,
         window_style="all",
@@ -282,7 +190,7 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
         "Qwen3MoeForCausalLM",
         _WITH_EXPERTS,
         _DEFAULTS | {"norm_topk_prob": False},
-        _QWEN_MOE,
+        QWEN_MOE_NAMES,
         {
             # transformers 4 writes the first, 5 the second.
             "experts": ("num_experts", "num_local_experts"),
@@ -309,7 +217,7 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
             "norm_topk_prob": True,
             "rope_interleave": True,
         },
-        _DEEPSEEK,
+        DEEPSEEK_NAMES,
         {
             "experts": ("n_routed_experts", "num_local_experts"),
             "top_k": ("num_experts_per_tok",),
@@ -328,6 +236,66 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
             "value_dim": "v_head_dim",
             "rope_interleaved": "rope_interleave",
         },
+    ),
+    "gpt_oss": HfFamily(
+        "GptOssForCausalLM",
+        {key: name for key, name in _WITH_EXPERTS.items() if key != "activation"}
+        | {"swiglu_alpha": "swiglu_alpha", "swiglu_limit": "swiglu_limit"},
+        _DEFAULTS
+        | {
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "sliding_window": 128,
+            "num_experts_per_tok": 4,
+        },
+        GPT_OSS_NAMES,
+        {
+            "experts": ("num_local_experts", "num_experts"),
+            "top_k": ("num_experts_per_tok",),
+            "ffn": ("intermediate_size",),
+        },
+        rope_base=150000.0,
+        default_scaling={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        window_style="pattern",
+        full_attention_every=2,
+        unread=frozenset({"hidden_act", "initial_context_length", "experts_per_token"}),
+    ),
+    "llama4_text": HfFamily(
+        "Llama4ForCausalLM",
+        {key: name for key, name in _COMMON.items() if key != "ffn"} | {"qk_l2_norm": "use_qk_norm"},
+        _DEFAULTS
+        | {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "use_qk_norm": True,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 16384,
+            "interleave_moe_layer_step": 1,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+        LLAMA4_NAMES,
+        {
+            "experts": ("num_local_experts", "num_experts"),
+            "top_k": ("num_experts_per_tok",),
+            "ffn": ("intermediate_size",),
+            "every": ("interleave_moe_layer_step",),
+        },
+        rope_base=500000.0,
+        window_style="chunked",
+        unread=frozenset({"cache_implementation"}),
     ),
     "gpt2": HfFamily(
         "GPT2LMHeadModel",
@@ -350,7 +318,7 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
             "tie_word_embeddings": True,
             "initializer_range": 0.02,
         },
-        _GPT2,
+        GPT2_NAMES,
     ),
 }
 
@@ -389,8 +357,8 @@ _HARMLESS = frozenset({
     "length_penalty", "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "diversity_penalty", "max_length",
     "min_length", "do_sample",
 })  # fmt: skip
-MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""DeepSeek-V3's layers that predict more than the next token; the first is the published name."""
+WITH_PICTURES = ("llama4",)
+"""Kinds of models with a part that sees pictures, of which the part that reads text is a family here."""
 _UNREAD_HINT = (
     "no key of a config is ignored: if this one changes nothing, take it out of a copy of config.json; "
     "if the architecture is known to fit, write it out under `model.config` in the recipe"
@@ -416,7 +384,8 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     family = HF_FAMILIES[config.family]
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": config.family}
     written |= {hf_key: getattr(config, native_key) for native_key, hf_key in family.keys.items()}
-    written[family.keys["activation"]] = _activation_name(config)
+    if "activation" in family.keys:
+        written[family.keys["activation"]] = _activation_name(config)
     if "query_scalar" in family.keys:
         written[family.keys["query_scalar"]] = config.query_scalar or config.head_dim
     decoder = family_decoder(config.family)
@@ -425,12 +394,17 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     if config.moe is not None:
         written |= {hf_key[0]: getattr(config.moe, native_key) for native_key, hf_key in family.experts.items()}
     if decoder == "deepseek_v3":
-        written |= _deepseek_keys(config, family)
+        written |= deepseek_keys(config, family.latent)
+    if decoder == "llama4_text":
+        written |= llama4_keys(config)
+    if decoder == "gpt_oss":
+        written |= {"attention_bias": True, "hidden_act": "silu"}
     if decoder == "qwen3_moe" and config.moe is not None:
         # Read by no layer; the published models have this product here.
         written["intermediate_size"] = config.moe.ffn * config.moe.top_k
         written |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    back = read_hf_config(written, "config.json")
+    # The tensors say how many layers multi-token prediction has.
+    back = read_hf_config(written, "config.json").with_mtp_layers(config.mtp_layers)
     lost = [key for key in ModelConfig.model_fields if getattr(back, key) != getattr(config, key)]
     if lost:
         shown = ", ".join(f"`{key}: {getattr(config, key)}`" for key in lost)
@@ -453,7 +427,8 @@ class _ConfigReader:
     """Reads one `config.json` into our keys; remembers which keys were read."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self._config, self._where = config, where
+        self._config, self._where = self._text_part(config, where), where
+        config = self._config
         self._read: set[str] = set()
         self.key_locations: dict[KeyPath, str] = {}
         model_type = config.get("model_type")
@@ -470,6 +445,18 @@ class _ConfigReader:
                 f"only {self._family.architecture} is read",
             )
 
+    @staticmethod
+    def _text_part(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        """Return the part of a config that describes what reads text, of a model that sees pictures too."""
+        if config.get("model_type") not in WITH_PICTURES:
+            return config
+        text = config.get("text_config")
+        if not isinstance(text, Mapping) or "quantization_config" in config:
+            what = "`text_config` is missing" if not isinstance(text, Mapping) else "the weights are quantised"
+            raise InputError(what, where=where, hint="read are bf16, fp16 and fp32, with the config of the text model")
+        tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config and key not in text}
+        return {"architectures": None, **text, **tied}
+
     def architecture(self) -> dict[str, Any]:
         config: dict[str, Any] = {"family": self._name}
         for native_key, hf_key in self._family.keys.items():
@@ -481,7 +468,8 @@ class _ConfigReader:
                 raise self._error(
                     f"`{hf_key}: {as_json(config[native_key])}` is no size", "write a whole number from 1 up"
                 )
-        config["activation"] = self._activation(self._family.keys["activation"])
+        if "activation" in self._family.keys:
+            config["activation"] = self._activation(self._family.keys["activation"])
         config["kv_heads"] = config.get("kv_heads") or config["heads"]
         config["head_dim"] = config.get("head_dim") or config["hidden"] // config["heads"]
         if config.get("query_scalar") == config["head_dim"]:
@@ -494,7 +482,7 @@ class _ConfigReader:
             row = replace(built_in, rope_base=self._family.rope_base, defaults=defaults)
             attention = HfAttentionReader(self._config, row, self._where, _UNREAD_HINT)
             config |= attention.windows(config["layers"])
-            config["rope"] = attention.rope(windowed=config["sliding_window"] is not None)
+            config["rope"] = attention.rope(windowed=config.get("sliding_window") is not None)
             self._read |= attention.read
             self.key_locations |= attention.key_locations
         if self._family.experts:
@@ -505,6 +493,10 @@ class _ConfigReader:
                 self.key_locations[("moe", native_key)] = hf_key
         if self._decoder == "deepseek_v3":
             self._read_deepseek(config)
+        if self._decoder == "llama4_text":
+            self._read_llama4(config)
+        if self._decoder == "gpt_oss":
+            self._read_gpt_oss(config)
         if self._decoder == "qwen3_moe":
             self._read.add("intermediate_size")  # of layers without experts, and `mlp_only_layers` must name none
         return config
@@ -530,8 +522,8 @@ class _ConfigReader:
         heads = self._config.get("num_key_value_heads")
         if heads is not None and heads != config["heads"]:
             raise self._error(f"`num_key_value_heads: {heads}` is not its {config['heads']} heads", _UNREAD_HINT)
-        # Widths that follow from others, settings of a training, and layers for more than the next token, whose tensors
-        # are left out with a note.
+        # Widths that follow from others, settings of a training, and how many layers multi-token prediction has: the
+        # tensors say it, since transformers writes the number without them.
         self._read.update(("num_key_value_heads", "head_dim", "qk_head_dim", *MTP_KEYS))
         self._read.update(("aux_loss_alpha", "seq_aux", "ep_size", "auto_map"))
         if "quantization_config" in self._config:
@@ -542,10 +534,42 @@ class _ConfigReader:
                 "does, or name a copy in bf16",
             )
 
+    def _read_llama4(self, config: dict[str, Any]) -> None:
+        """Read which layers have experts, and what those without positions do instead."""
+        moe, layers = config["moe"], config["layers"]
+        nope = "full" in (config["attention_pattern"] or ())
+        config["rope"] |= {"interleaved": True, "local_only": nope}
+        moe |= {"scores": "sigmoid", "normalize_top_k": False, "scale_inputs": True, "shared_ffn": moe["ffn"]}
+        dense = self._take("intermediate_size_mlp")
+        config["ffn"] = dense if moe["every"] > 1 else None  # otherwise no layer reads it
+        self._read.add("moe_layers")
+        every = list(range(moe["every"] - 1, layers, moe["every"]))
+        if (written := self._config.get("moe_layers")) is not None and list(written) != every:
+            raise self._error(
+                f"`moe_layers: {as_json(written)}` is not every {moe['every']} layers from the {moe['every'] - 1}th on",
+                "only what `interleave_moe_layer_step` says is read",
+            )
+        tuned, scale, tokens = map(self._take, ("attn_temperature_tuning", "attn_scale", "floor_scale"))
+        if tuned and nope:
+            whole = int(tokens) if isinstance(tokens, float) and tokens.is_integer() else tokens
+            config["attention_temperature"] = {"scale": scale, "tokens": whole}
+
+    def _read_gpt_oss(self, config: dict[str, Any]) -> None:
+        """See that biases are where the family has them, and that weights are stored as they can be read."""
+        self._read.update(("attention_bias", "quantization_config"))
+        if self._config.get("attention_bias", True) is not True:
+            raise self._error("`attention_bias: false` is not gpt-oss", "only true is read")
+        config["moe"]["router_bias"] = True
+        method = (self._config.get("quantization_config") or {}).get("quant_method", "mxfp4")
+        if method != "mxfp4":
+            raise self._error(
+                f"the weights are quantised (`quantization_config.quant_method: {as_json(method)}`)",
+                "read are mxfp4, as gpt-oss is published, and bf16, fp16 and fp32",
+            )
+
     def check_unread_keys(self) -> None:
-        rest = {
-            key: value for key, value in self._config.items() if key not in self._read | _HARMLESS | self._family.unread
-        }
+        read = self._read | _HARMLESS | self._family.unread | float8_keys(self._config)
+        rest = {key: value for key, value in self._config.items() if key not in read}
         refused = [key for key, value in rest.items() if (value != _ONLY_VALUE[key] if key in _ONLY_VALUE else value)]
         if refused:
             shown = ", ".join(f"`{key}: {as_json(rest[key])}`" for key in sorted(refused))
@@ -567,24 +591,6 @@ class _ConfigReader:
 
     def _error(self, what: str, hint: str) -> InputError:
         return InputError(what, where=self._where, hint=hint)
-
-
-def _deepseek_keys(config: ModelConfig, family: HfFamily) -> dict[str, Any]:
-    """Return what only DeepSeek-V3's config has: latent attention, shared experts, the kind of routing."""
-    moe, mla = config.moe, config.mla
-    assert moe is not None, "the family has experts"
-    assert mla is not None, "the family has latent attention"
-    written = {hf_key: getattr(mla, native_key) for native_key, hf_key in family.latent.items()}
-    written |= {"num_key_value_heads": config.heads, "attention_bias": False, **dict.fromkeys(MTP_KEYS[:1], 0)}
-    # Read by no layer where all have experts; transformers takes no null.
-    written["intermediate_size"] = config.ffn or moe.ffn
-    written["n_shared_experts"], rest = divmod(moe.shared_ffn, moe.ffn)
-    if rest or not moe.shared_ffn:
-        raise InputError(
-            f"Hugging Face's {config.family} cannot be told `moe.shared_ffn: {moe.shared_ffn}`",
-            hint=f"write a multiple of the {moe.ffn} of one expert, or keep it native",
-        )
-    return written | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
 def _activation_name(config: ModelConfig) -> str:

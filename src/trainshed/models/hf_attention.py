@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainshed.errors import InputError
 from trainshed.recipe import ModelConfig
-from trainshed.recipe.model import AttentionKind, RopeScaling, shortest_pattern
+from trainshed.recipe.model import AttentionKind, shortest_pattern
+from trainshed.recipe.model_parts import RopeScaling
 from trainshed.recipe.yaml_io import KeyPath
 
 if TYPE_CHECKING:
     from trainshed.models.families import HfFamily
 
-WindowStyle = Literal["none", "all", "switched", "pattern"]
+WindowStyle = Literal["none", "all", "switched", "pattern", "chunked"]
 """How a family says windows: it has none; `sliding_window` is for all layers; so it is, with `use_sliding_window`;
-`layer_types` says which layers have it."""
+`layer_types` says which layers have it; layers with rotary positions have chunks, and others have neither."""
 LAYER_TYPES: dict[str, AttentionKind] = {"sliding_attention": "window", "full_attention": "full"}
+_CHUNKED = "chunked_attention"
 """Words of `layer_types`, and ours."""
 _TYPE_OF = {kind: name for name, kind in LAYER_TYPES.items()}
 # Our keys of a stretch by transformers', with what it takes where a key is left out.
@@ -63,7 +65,7 @@ class HfAttentionReader:
         if len(written) == 2 and self._config["rope_scaling"] != self._config["rope_parameters"]:
             raise self._error("`rope_scaling` and `rope_parameters` contradict each other", "keep one of them")
         name = written[0] if written else "rope_scaling"
-        nested = dict(self._config.get(name) or {})
+        nested = dict(self._config.get(name) or self._family.default_scaling)
         bases = {base for base in (self._config.get("rope_theta"), nested.pop("rope_theta", None)) if base is not None}
         if len(bases) > 1:
             raise self._error(f"`rope_theta` stands there twice, as {' and '.join(map(str, bases))}", "keep one")
@@ -136,6 +138,8 @@ class HfAttentionReader:
     def windows(self, layers: int) -> dict[str, Any]:
         """Return `sliding_window` and `attention_pattern`; a family without the keys has none."""
         match self._family.window_style:
+            case "chunked":
+                return self._chunks(layers)
             case "none":
                 return {"sliding_window": None, "attention_pattern": None}
             case "all":
@@ -153,6 +157,29 @@ class HfAttentionReader:
         if window is None or pattern == ("full",):
             return {"sliding_window": None, "attention_pattern": None}
         return {"sliding_window": window, "attention_pattern": None if pattern == ("window",) else pattern}
+
+    def _chunks(self, layers: int) -> dict[str, Any]:
+        """Return `attention_chunk` and `attention_pattern`; layers without positions (NoPE) see all."""
+        self.read.update(("attention_chunk_size", "no_rope_layers", "no_rope_layer_interval", "layer_types"))
+        every = self._config.get("no_rope_layer_interval", 4)
+        flags = self._config.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
+        kinds: list[AttentionKind] = ["chunk" if flag else "full" for flag in flags[:layers]]
+        if len(kinds) < layers or "chunk" not in kinds:
+            raise self._error(
+                f"`no_rope_layers: {as_json(flags)}` leaves no layer of {layers} with positions, or does not name all",
+                "write a 1 for each layer with rotary positions, and a 0 for others",
+            )
+        types = [_CHUNKED if kind == "chunk" else "full_attention" for kind in kinds]
+        if (self._config.get("layer_types") or types) != types:
+            raise self._error(
+                f"`layer_types: {as_json(self._config['layer_types'])}` is not what `no_rope_layers` gives",
+                "read are chunks in layers with rotary positions, and in no others",
+            )
+        chunk = self._config.get("attention_chunk_size", self._family.defaults["attention_chunk_size"])
+        if chunk is None:
+            raise self._error("`attention_chunk_size` is null", "write how many tokens a chunk has")
+        pattern = shortest_pattern(kinds)
+        return {"attention_chunk": chunk, "attention_pattern": None if pattern == ("chunk",) else pattern}
 
     def _attention_kinds(self, layers: int, window: int | None) -> list[AttentionKind]:
         """Return the kind of each layer, by `layer_types` or by the family's rule."""
@@ -187,6 +214,8 @@ def write_rope(config: ModelConfig, family: HfFamily) -> dict[str, Any]:
     """Return the keys of rotary positions, as transformers 4 and 5 read them."""
     assert config.rope is not None, "only asked where positions are rotary"
     rope, scaling = config.rope, _written_scaling(config.rope.scaling)
+    if scaling is None and family.default_scaling:
+        scaling = {"rope_type": "default"}
     written: dict[str, Any] = {"rope_theta": rope.base, "rope_scaling": scaling}
     if family.rope_fraction is not None:
         written["partial_rotary_factor"] = rope.fraction
@@ -211,6 +240,10 @@ def _written_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 def write_windows(config: ModelConfig, family: HfFamily) -> dict[str, Any]:
     """Return the keys that say which layers have a window."""
+    if family.window_style == "chunked":
+        flags = [int(config.layer_chunk(layer) is not None) for layer in range(config.layers)]
+        types = [_CHUNKED if flag else "full_attention" for flag in flags]
+        return {"attention_chunk_size": config.attention_chunk, "no_rope_layers": flags, "layer_types": types}
     window, kinds = config.sliding_window, [config.layer_window(layer) for layer in range(config.layers)]
     layer_types = [_TYPE_OF["full" if of_layer is None else "window"] for of_layer in kinds]
     match family.window_style:
@@ -219,7 +252,8 @@ def write_windows(config: ModelConfig, family: HfFamily) -> dict[str, Any]:
         case "all":
             return {"sliding_window": window}
         case "pattern":
-            return {"sliding_window": window, "layer_types": layer_types}
+            # transformers makes the mask of a window even where no layer has one.
+            return {"sliding_window": window or family.defaults["sliding_window"], "layer_types": layer_types}
         case "switched":
             written: dict[str, Any] = {"use_sliding_window": window is not None, "sliding_window": window}
             if family.asks_window_layers:

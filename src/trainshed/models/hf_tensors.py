@@ -25,7 +25,8 @@ class RowMapping:
     """Rows [hf_start, hf_start + rows) of a Hugging Face tensor, and where they are in a native one.
 
     Row `hf_start + i` is native row `start + (i // run) · period + i % run`. Rows of a `transposed` tensor are its
-    dim 1. `expert` is the index on dim 0 of a native tensor of stacked experts, whose rows are its dim 1.
+    dim 1. `expert` is the index on dim 0 of a native tensor of stacked experts, whose rows are its dim 1. If Hugging
+    Face's is `stacked` too, its first two dims count as one: a matrix begins at row `expert` · its rows.
     """
 
     hf_name: str
@@ -37,6 +38,7 @@ class RowMapping:
     period: int
     transposed: bool = False
     expert: int | None = None
+    stacked: bool = False
 
     def within(self, first: int, last: int) -> tuple[int, int]:
         """Return which rows of the mapping, [from, to), are in native rows [first, last)."""
@@ -96,15 +98,20 @@ def hf_row_mappings(config: ModelConfig, parameter: Parameter) -> tuple[RowMappi
         )
     transposed = native_name in names.transposed and ending == "weight"
     ending = names.endings.get(ending, ending)
-    interleaving = row_interleaving(config, native_name, parameter.shape[1 if parameter.expert else 0])
+    all_rows, stacked = parameter.shape[1 if parameter.expert else 0], native_name in names.stacked
+    interleaving = row_interleaving(config, native_name, all_rows)
+    if native_name in names.alternating:
+        interleaving = [(all_rows, 0, all_rows, all_rows)]
     row_mappings = []
     for expert in range(parameter.shape[0]) if parameter.expert else (None,):
-        hf_start = 0
+        # Of a transposed matrix, rows are columns, which begin anew for each expert.
+        hf_start = expert * all_rows if expert is not None and stacked and not transposed else 0
         for number, (rows, start, run, period) in enumerate(interleaving):
             fused = len(names.tensors[native_name]) < len(interleaving)
-            hf_name = prefix + names.tensors[native_name][0 if fused else number].format(expert=expert) + f".{ending}"
+            hf_name = prefix + names.tensors[native_name][0 if fused else number].format(expert=expert)
+            hf_name = hf_name if stacked else f"{hf_name}.{ending}"
             row_mappings.append(
-                RowMapping(hf_name, parameter.name, hf_start, rows, start, run, period, transposed, expert),
+                RowMapping(hf_name, parameter.name, hf_start, rows, start, run, period, transposed, expert, stacked),
             )
             hf_start += rows if fused else 0
     return tuple(row_mappings)
@@ -117,12 +124,16 @@ def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
 
 
 def projection_tensors(config: ModelConfig) -> Iterator[HfTensor]:
-    """As `hf_tensors`, also for tensors that the family has no name for: each projection then has one of our own."""
-    names = HF_FAMILIES[config.family].names.tensors
+    """As `hf_tensors`, but each projection has a tensor of its own, under a name of ours where the family has none.
+
+    It has none for a tensor that it does not know, nor for the experts in a stack.
+    """
+    names = HF_FAMILIES[config.family].names
+    known = names.tensors.keys() - names.stacked
     for parameter in parameters(config):
         native_name = parameter.name.removeprefix(f"layers.{parameter.layer}.")
         native_name = native_name if parameter.expert else native_name.rsplit(".", 1)[0]
-        if native_name in names:
+        if native_name in known:
             yield from _joined_by_name(parameter, hf_row_mappings(config, parameter))
             continue
         interleaving = row_interleaving(config, native_name, parameter.shape[1 if parameter.expert else 0])
@@ -146,8 +157,11 @@ def _joined_by_name(parameter: Parameter, row_mappings: Iterable[RowMapping]) ->
         by_name[mapping.hf_name].append(mapping)
     columns = parameter.shape[2 if parameter.expert else 1 :]
     for name, of_name in by_name.items():
-        shape = (sum(mapping.rows for mapping in of_name), *columns)
-        yield HfTensor(name, shape[::-1] if of_name[0].transposed else shape, tuple(of_name), parameter.buffer)
+        first = of_name[0]
+        shape = (sum(mapping.rows for mapping in of_name if mapping.expert == first.expert), *columns)
+        shape = shape[::-1] if first.transposed else shape
+        shape = (parameter.shape[0], *shape) if first.stacked else shape
+        yield HfTensor(name, shape, tuple(of_name), parameter.buffer)
 
 
 def hf_table_name(config: ModelConfig, table: str) -> str:
@@ -170,6 +184,6 @@ def row_interleaving(config: ModelConfig, native_name: str, rows: int) -> list[t
             (config.kv_heads * head, query, head, group),
             (config.kv_heads * head, query + head, head, group),
         ]
-    if native_name.endswith("gate_up"):
+    if native_name.endswith(("gate_up", "gate_up_bias")):
         return [(rows // 2, 0, 1, 2), (rows // 2, 1, 1, 2)]
     return [(rows, 0, rows, rows)]

@@ -21,6 +21,7 @@ from torch import nn
 
 from trainshed.models.attention import (
     PLAIN_ATTENTION,
+    PositionTable,
     apply_rotary,
     causal_attention,
     restore_sequence_order,
@@ -61,12 +62,12 @@ class MultiHeadLatentAttention(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        rotary: PositionTable,
         samples: torch.Tensor | None = None,
         masks: tuple[AttentionMask, ...] | None = None,
     ) -> torch.Tensor:
         """Attend from this rank's tokens [s, B, H], as `Attention` does; `rotary` are [S, 1, 1, R] or [S, B, 1, R]."""
-        assert rotary is not None, "latent attention has rotary positions"
+        assert isinstance(rotary, tuple), "latent attention has rotary positions"
         query, latent, rotary_key = self.compress(x, rotary, samples)
         compressed = torch.cat([latent, rotary_key], dim=-1)
         cp = self.axes.cp

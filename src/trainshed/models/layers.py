@@ -24,14 +24,42 @@ if TYPE_CHECKING:
     from trainshed.models.quantization import QuantizedWeight
 
 MatmulFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""How a projection multiplies: (input [..., in], weight [out, in]) to [..., out]."""
+"""How a projection multiplies: (input [..., in], weight [out, in] in any precision) to [..., out]."""
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply x [..., in] with a weight [out, in] in the dtype of x: [..., out]."""
+    if weight.dtype != x.dtype and weight.requires_grad:
+        return _MasterWeightProduct.apply(x, weight)
+    return F.linear(x, weight.to(x.dtype))
+
+
+@torch._dynamo.allow_in_graph  # traced by itself, its results would be kept whatever `recompute` says
+class _MasterWeightProduct(torch.autograd.Function):
+    """x · Wᵀ in the dtype of x; the gradient of W comes out of its product in W's own dtype, without a pass to cast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        narrow = weight.to(x.dtype)
+        ctx.save_for_backward(x, narrow)
+        ctx.weight_dtype = weight.dtype
+        return F.linear(x, narrow)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        (grad,) = grads
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
+        if rows.is_cuda:
+            return grad_x, torch.mm(rows.t(), inputs, out_dtype=ctx.weight_dtype)
+        return grad_x, (rows.t() @ inputs).to(ctx.weight_dtype)
 
 
 class Linear(nn.Module):
     """A projection.
 
-    With `gate_up_interleaved` the rows of its weight alternate gate and up; its output has all gates first, then all
-    ups. To reorder the rows costs nothing, because the weight is cast anyway, and the halves are read at full speed.
+    With `gate_up_interleaved` the rows of its weight alternate gate and up, and so do the columns of its output.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, gate_up_interleaved: bool = False) -> None:
@@ -39,7 +67,7 @@ class Linear(nn.Module):
         self.gate_up_interleaved = gate_up_interleaved
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.matmul: MatmulFunction = F.linear
+        self.matmul: MatmulFunction = linear
         """Replaced by a float8 product if the recipe asks for it."""
         self.lora: LoraAdapters | None = None
         self.quantized: QuantizedWeight | None = None
@@ -47,10 +75,8 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
         """Project in the input's dtype; `samples` are the run's sample numbers [B], for the dropout of adapters."""
-        out, bias = self.product(x, samples), self.bias
-        if bias is None:
-            return out
-        return out + (gates_first(bias, 0) if self.gate_up_interleaved else bias).to(x.dtype)
+        out = self.product(x, samples)
+        return out if self.bias is None else out + self.bias.to(x.dtype)
 
     def product(self, x: torch.Tensor, samples: torch.Tensor | None) -> torch.Tensor:
         """Multiply with the weight, adapters included, without the bias."""
@@ -59,13 +85,11 @@ class Linear(nn.Module):
 
     def base_product(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply with the weight alone."""
-        return self.quantized.matmul(x) if self.quantized is not None else self.matmul(x, self.matrix(x.dtype))
+        return self.matmul(x, self.weight) if self.quantized is None else self.quantized.matmul(x)
 
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight as it is multiplied: [out_features, in_features], gates first."""
-        if self.quantized is not None:
-            return self.quantized.dequantize(dtype)
-        return (gates_first(self.weight, 0) if self.gate_up_interleaved else self.weight).to(dtype)
+        """Return the weight as it is multiplied: [out_features, in_features]."""
+        return self.weight.to(dtype) if self.quantized is None else self.quantized.dequantize(dtype)
 
 
 class RowParallelLinear(Linear):
@@ -172,13 +196,54 @@ def gates_first(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
-def apply_activation(x: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """Apply activation and gate to an up projection, gates first: [..., 2F] to [..., F]."""
-    function = activation_function(config.activation)
+def apply_activation(x: torch.Tensor, config: ModelConfig, *, interleaved: bool) -> torch.Tensor:
+    """Apply activation and gate to an up projection: [..., 2F] to [..., F].
+
+    Its columns alternate gate and up if they are `interleaved`; otherwise gates come first.
+    """
     if not config.gated:
-        return function(x)
-    gate, up = x.chunk(2, dim=-1)
-    return function(gate) * up
+        return activation_function(config.activation)(x)
+    gate, up = split_pairs(x) if interleaved else x.chunk(2, dim=-1)
+    if config.activation == "clamped_swiglu":
+        return _clamped_swiglu(gate, up, config)
+    return activation_function(config.activation)(gate) * up
+
+
+def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Gate as gpt-oss does: nothing grows past the limit, and an up projection of 0 lets the gate through."""
+    assert config.swiglu_alpha is not None, "the schema asks for it"
+    assert config.swiglu_limit is not None, "the schema asks for it"
+    gate = gate.clamp(max=config.swiglu_limit)
+    up = up.clamp(-config.swiglu_limit, config.swiglu_limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * config.swiglu_alpha))
+
+
+def split_pairs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the even and the odd columns of [..., 2F]: [..., F] each."""
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return _SplitBf16Pairs.apply(x)
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return even.contiguous(), odd.contiguous()  # activations of a CPU are slow on every second number
+
+
+@torch._dynamo.allow_in_graph
+class _SplitBf16Pairs(torch.autograd.Function):
+    """Splits pairs of bf16 as words of 32 bits, so that compiled kernels read and write whole words.
+
+    A kernel that writes alternating columns one by one takes twice the time that memory needs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        words = x.view(torch.int32)
+        # The first of a pair is the low half of its word. A bf16 is the high half of the float32 of the same value.
+        even, odd = (words << 16).view(torch.float32), (words & -0x10000).view(torch.float32)
+        return even.to(torch.bfloat16), odd.to(torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        even, odd = (grad.to(torch.bfloat16).view(torch.int16).to(torch.int32) for grad in grads)
+        return ((odd << 16) | (even & 0xFFFF)).view(torch.bfloat16)
 
 
 class MLP(nn.Module):
@@ -203,7 +268,8 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
         """Transform this rank's tokens [s, B, H]; `samples` are for the dropout of adapters."""
         up = self.gate_up if self.config.gated else self.up
-        hidden = apply_activation(up(all_gather(self.norm(x), self.axes.tp), samples), self.config)
+        projected = up(all_gather(self.norm(x), self.axes.tp), samples)
+        hidden = apply_activation(projected, self.config, interleaved=up.gate_up_interleaved)
         return self.post_norm(self.down(hidden, samples))
 
 

@@ -26,7 +26,8 @@ from torch import nn
 
 from trainshed.models.attention import context_parallel_positions
 from trainshed.models.collectives import AxisGroup, ParallelAxes, all_reduce
-from trainshed.models.decoder import DecoderLayer, DecoderStage, Embedding, TrainedRows
+from trainshed.models.decoder import DecoderLayer, DecoderStage
+from trainshed.models.embedding import Embedding, TrainedRows
 from trainshed.models.layers import CounterDropout, Linear, RowParallelLinear
 from trainshed.models.moe import GroupedExperts, GroupSizes, grouped_linear
 from trainshed.models.parameters import AdaptedProjection, AddedRows, adapted_projections

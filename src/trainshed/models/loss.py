@@ -23,11 +23,12 @@ from trainshed.models.collectives import SINGLE_RANK, AxisGroup, all_reduce, all
 
 IGNORE_INDEX = -100
 """The label of a token that carries no loss."""
-LOSS_TERMS = ("loss", "z_loss")
+LOSS_TERMS = ("loss", "z_loss", "mtp_loss")
 """What the last stage returns, in this order: the loss that is differentiated, then the parts of it that are reported
 by themselves."""
-# Chunks with this many logits keep the matrix units busy and memory small: 2048 tokens of a 128k vocabulary.
-CHUNK_ELEMENTS = 1 << 28
+# Chunks with this many logits keep the matrix units busy and memory small: 4096 tokens of a 128k vocabulary. Each one
+# but the first reads and writes the gradient of the whole head, which is 2 GB with such a vocabulary.
+CHUNK_ELEMENTS = 1 << 29
 _VOCABULARY_MULTIPLE = 64
 """Products on a GPU are fast if the rows of the vocabulary are a multiple of this; with GPT-2's 50,257 they run at a
 sixth of the speed. Rows of zeros are added to the copy that is multiplied, and their logits are minus infinity."""
@@ -83,11 +84,11 @@ def _chunk_loss(
     rows: int,
     with_gradient: bool,
     soft_cap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return (cross-entropy [C], z sum, gradient of the logits) of a chunk, weighted by token.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (cross-entropy [C], z sum) of a chunk, weighted by token; the logits are overwritten by their gradient.
 
-    Only the first `rows` of a token's logits belong to the vocabulary. The logits may be overwritten: without a
-    compiler, each pass over a new tensor of their size costs time.
+    Only the first `rows` of a token's logits belong to the vocabulary. Without a gradient the logits are undefined
+    afterwards: without a compiler, each pass over a new tensor of their size costs time.
     """
     scores = logits.to(token_weights.dtype)
     cap_slope: torch.Tensor | None = None
@@ -106,13 +107,14 @@ def _chunk_loss(
     entropy = (log_total - label_logit) * token_weights
     z = z_loss * (log_total.square() * token_weights).sum()
     if not with_gradient:
-        return entropy, z, None
+        return entropy, z
     slope = token_weights * (1.0 + 2.0 * z_loss * log_total) / total
     label_weight = torch.where(on_this_rank, token_weights, 0.0)
     gradient = _scale_and_subtract(exp_logits, slope[:, None], column, label_weight[:, None])
     if cap_slope is not None:
         gradient = gradient * cap_slope
-    return entropy, z, gradient.to(logits.dtype)
+    logits.copy_(gradient)
+    return entropy, z
 
 
 def _exp_shifted(scores: torch.Tensor, max_logit: torch.Tensor) -> torch.Tensor:
@@ -135,7 +137,7 @@ def _scale_and_subtract(
 
 
 @cache
-def _compiled_chunk_loss() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+def _compiled_chunk_loss() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Compile on first use: loading the compiler takes seconds, and a CPU never needs it."""
     return torch.compile(_chunk_loss, dynamic=False)
 
@@ -227,7 +229,7 @@ def cross_entropy_pass(
         logits = hidden[chunk] @ padded_weight.t()
         if rows < padded_weight.shape[0]:
             logits[:, rows:] = -torch.inf
-        entropy[chunk], chunk_z, gradient = chunk_loss(
+        entropy[chunk], chunk_z = chunk_loss(
             logits,
             labels[chunk],
             token_weights[chunk],
@@ -239,13 +241,14 @@ def cross_entropy_pass(
             vocabulary.soft_cap,
         )
         z = z + chunk_z
-        if gradient is None:
-            continue
+        gradient = logits  # overwritten, if a gradient is wanted
         if grad_hidden is not None:
             torch.mm(gradient, padded_weight, out=grad_hidden[chunk])
         if wants_grad_weight:
             part = gradient[:, columns].t()
             grad_weight = _accumulate_product(grad_weight, part, hidden[chunk], token_weights.dtype)
+            del part
+        del logits, gradient  # before the next chunk is made
     return CrossEntropyPass(
         entropy, z, grad_hidden, _in_dtype(grad_weight, weight if trained_rows is None else trained_rows)
     )
@@ -262,8 +265,14 @@ def place_row_gradients(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> tup
     return (grad_hidden, None, grad_weight) if ctx.needs_input_grad[2] else (grad_hidden, grad_weight, None)
 
 
-def backward_of_saved(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients that a forward pass has saved, times the gradient of its loss."""
+def backward_of_saved(ctx: Any, factor: torch.Tensor, *, unit_factor: bool = False) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients that a forward pass has saved, times the gradient of its loss.
+
+    With `unit_factor` it must be 1, and a pass over the gradient of the whole head is saved.
+    """
+    if unit_factor:
+        torch._assert_async((factor == 1).all())
+        return ctx.saved_tensors
     return tuple(None if saved is None else saved * factor.to(saved.dtype) for saved in ctx.saved_tensors)
 
 
@@ -279,7 +288,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         vocabulary: VocabularyShard,
         source_losses: SourceLosses | None,
+        unit_factor: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.unit_factor = unit_factor
         dtype = sum_dtype(hidden.dtype)
         result = cross_entropy_pass(
             hidden,
@@ -300,7 +311,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *place_row_gradients(ctx, backward_of_saved(ctx, grads[0])), *(None,) * 5
+        gradients = backward_of_saved(ctx, grads[0], unit_factor=ctx.unit_factor)
+        return *place_row_gradients(ctx, gradients), *(None,) * 6
 
 
 def linear_cross_entropy(
@@ -317,6 +329,7 @@ def linear_cross_entropy(
     trained_start: int = 0,
     source_losses: SourceLosses | None = None,
     soft_cap: float | None = None,
+    unit_factor: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (loss, the z-loss part of it) of hidden states [T, H] against labels [T].
 
@@ -326,12 +339,15 @@ def linear_cross_entropy(
 
     `trained_rows` [n, H] are used in place of the rows of `weight` from `trained_start` on; `weight` is frozen then.
     `source_losses` are given the loss of each token, without the z-loss.
-    With a `soft_cap` logits x are cap · tanh(x / cap).
+    With a `soft_cap` logits x are cap · tanh(x / cap). With `unit_factor` the loss must be differentiated as it is,
+    not multiplied by anything.
     """
     if vocab_size is None:
         if group.size > 1:
             raise ValueError("ranks that share a vocabulary need to be told its size")
         vocab_size = weight.shape[0]
     vocabulary = VocabularyShard(vocab_size, group, vocab_start, trained_start, soft_cap)
-    loss, z = _LinearCrossEntropy.apply(hidden, weight, trained_rows, labels, scale, z_loss, vocabulary, source_losses)
+    loss, z = _LinearCrossEntropy.apply(
+        hidden, weight, trained_rows, labels, scale, z_loss, vocabulary, source_losses, unit_factor
+    )
     return loss, z.detach()

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainshed.models.collectives import ParallelAxes, all_gather, all_reduce, all_to_all, reduce_scatter
-from trainshed.models.layers import MLP, Linear, Norm, apply_activation, gates_first
+from trainshed.models.layers import MLP, Linear, Norm, apply_activation
 from trainshed.recipe import ModelConfig
-from trainshed.recipe.model import Moe
+from trainshed.recipe.model_parts import Moe
 
 if TYPE_CHECKING:
     from trainshed.models.lora import ExpertAdapters
@@ -46,18 +46,43 @@ class GroupedExperts(nn.Module):
         else:
             self.up = up
         self.down = nn.Parameter(torch.empty(count, config.hidden, width))
+        if config.mlp_bias:
+            bias = nn.Parameter(torch.empty(up.shape[:2]))
+            if config.gated:
+                self.gate_up_bias = bias
+            else:
+                self.up_bias = bias
+            self.down_bias = nn.Parameter(torch.empty(count, config.hidden))
+        self.etp = axes.etp
         self.lora: ExpertAdapters | None = None
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send rows, sorted by expert, through their experts: [rows, H] to [rows, H]; counts: int64 [e]."""
-        up = self.gate_up if self.config.gated else self.up
-        up = (gates_first(up, 1) if self.gate_up_interleaved else up).to(x.dtype)
+        up = (self.gate_up if self.config.gated else self.up).to(x.dtype)
         groups = counts.cumsum(0).to(torch.int32) if x.is_cuda and x.dtype == torch.bfloat16 else counts.tolist()
-        hidden = grouped_linear(x, up, groups)
+        up_bias, down_bias = self._biases(x, counts) if self.config.mlp_bias else (None, None)
+        hidden = _add(grouped_linear(x, up, groups), up_bias)
         adapters = self.lora if self.lora is not None and self.lora.enabled else None
-        hidden = apply_activation(hidden if adapters is None else hidden + adapters.up(x, groups), self.config)
-        out = grouped_linear(hidden, self.down.to(x.dtype), groups)
+        hidden = hidden if adapters is None else hidden + adapters.up(x, groups)
+        hidden = apply_activation(hidden, self.config, interleaved=self.gate_up_interleaved)
+        out = _add(grouped_linear(hidden, self.down.to(x.dtype), groups), down_bias)
         return out if adapters is None else out + adapters.down(hidden, groups)
+
+    def _biases(self, x: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the biases of each row's expert, of the up projection and of the down projection.
+
+        They are products with the rows' choice of an expert, so that their gradients are products too: in one order,
+        without atomics. The outputs of etp ranks are added up, so the first of them alone adds the second bias.
+        """
+        experts = torch.arange(len(counts), device=x.device)
+        of_row = experts.repeat_interleave(counts, output_size=len(x))
+        choice = (of_row[:, None] == experts).to(x.dtype)
+        up = self.gate_up_bias if self.config.gated else self.up_bias
+        return choice @ up.to(x.dtype), choice @ (self.down_bias.to(x.dtype) * float(self.etp.rank == 0))
+
+
+def _add(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x if bias is None else x + bias
 
 
 GroupSizes = torch.Tensor | list[int]
@@ -72,12 +97,12 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, groups: GroupSizes) ->
 
 
 class Router(Linear):
-    """The router's weight, and the bias that its choice has besides."""
+    """The router's weight and its own bias, and the bias that its choice has besides."""
 
     score_bias: torch.Tensor | None
 
     def __init__(self, config: ModelConfig, moe: Moe) -> None:
-        super().__init__(config.hidden, moe.experts, bias=False)
+        super().__init__(config.hidden, moe.experts, bias=moe.router_bias)
         self.register_buffer("score_bias", torch.zeros(moe.experts) if moe.score_bias else None)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -121,7 +146,8 @@ class MoE(nn.Module):
         tokens = x.flatten(0, 1)
         # The router computes in float32 or better, whatever the dtype of the activations.
         router_dtype = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(tokens.to(router_dtype), self.router.weight.to(x.dtype).to(router_dtype))
+        bias = None if self.router.bias is None else self.router.bias.to(x.dtype).to(router_dtype)
+        logits = F.linear(tokens.to(router_dtype), self.router.weight.to(x.dtype).to(router_dtype), bias)
         scores = logits.softmax(-1) if self.moe.scores == "softmax" else logits.sigmoid()
         weights, expert_ids = self._choose(scores)
         figures = self._losses(logits, scores, expert_ids, x.shape[:2], sequence_scale)
@@ -163,13 +189,16 @@ class MoE(nn.Module):
     ) -> torch.Tensor:
         """Tokens [T, H] to their experts [T, K], weighted by [T, K], and back."""
         by_expert = expert_ids.flatten().argsort(stable=True)
-        copies = tokens[:, None].expand(-1, self.moe.top_k, -1).flatten(0, 1)
+        copies = tokens[:, None].expand(-1, self.moe.top_k, -1)
+        if self.moe.scale_inputs:
+            copies = copies * weights[..., None].to(copies.dtype)
+        copies = copies.flatten(0, 1)
         rows = permute_rows(copies, by_expert)
         counts = torch.zeros(self.moe.experts, dtype=torch.int64, device=tokens.device)
         counts = counts.scatter_add_(0, expert_ids.flatten(), torch.ones_like(expert_ids.flatten()))
         out = self.experts(rows, counts) if self.axes.ep.size == 1 else self._dispatch_over_ep(rows, counts)
         out = permute_rows(out, inverse_permutation(by_expert)).view(*expert_ids.shape, -1)
-        return (out * weights[..., None].to(out.dtype)).sum(1)
+        return (out if self.moe.scale_inputs else out * weights[..., None].to(out.dtype)).sum(1)
 
     def _dispatch_over_ep(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send rows, sorted by expert, to the ranks that hold the experts, and return the results in the same order."""

@@ -5,7 +5,8 @@ fresh weights. Rows are ordered so that every split is a plain cut:
 
 - `qkv`: for each key/value group its query heads, its key head, its value head (Megatron's order);
 - `gate_up`: rows alternate, gate 0, up 0, gate 1, up 1, …;
-- `experts.*`: all experts of a layer stacked on dim 0;
+- `experts.*`: all experts of a layer stacked on dim 0, those of biases too (`gate_up_bias`, `down_bias`);
+- layers for multi-token prediction follow the last one: they are as the others, and have `mtp.*` besides;
 - latent attention (`mla`): `q_up` and `kv_up` head by head, of a head first what has no position, then its rotary part
   (`q_up`) or its value (`kv_up`); `kv_down` first what keys and values are computed from, then the shared rotary key.
 
@@ -24,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainshed.recipe import Lora, ModelConfig
-from trainshed.recipe.model import Mla
+from trainshed.recipe.model_parts import Mla
 from trainshed.recipe.train import LoraProjection
 
 InitScheme = Literal["normal", "output", "ones", "zeros", "kaiming_uniform", "row_norms", "base_rows"]
@@ -63,7 +64,12 @@ class Parameter:
     @property
     def decays(self) -> bool:
         """Whether weight decay applies: to matrices, not to norms and biases."""
-        return len(self.shape) > 1
+        return self.is_matrix
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether tokens are multiplied with it; of stacked experts, with that of each."""
+        return len(self.shape) > (2 if self.expert else 1)
 
 
 def parameters(config: ModelConfig) -> Iterator[Parameter]:
@@ -73,9 +79,28 @@ def parameters(config: ModelConfig) -> Iterator[Parameter]:
         yield Parameter("positions.weight", (config.max_positions, config.hidden), None, "normal")
     for layer in range(config.layers):
         yield from layer_parameters(config, layer)
+    for layer in range(config.layers, config.layers + config.mtp_layers):
+        yield from _mtp_parameters(config, layer)
+        yield from layer_parameters(config, layer)
     yield from _norm_parameters(config, "norm", None)
     if not config.tied_embeddings:
         yield Parameter("head.weight", (config.vocab_size, config.hidden), 0, "normal")
+
+
+def _mtp_parameters(config: ModelConfig, layer: int) -> Iterator[Parameter]:
+    """Yield what a layer for multi-token prediction has besides: how its input is made, and its own last norm."""
+    prefix, hidden = f"layers.{layer}.mtp", config.hidden
+    yield from _norm_parameters(config, f"{prefix}.embedding_norm", layer)
+    yield from _norm_parameters(config, f"{prefix}.hidden_norm", layer)
+    yield Parameter(f"{prefix}.projection.weight", (hidden, 2 * hidden), None, "normal", layer)
+    yield from _norm_parameters(config, f"{prefix}.norm", layer)
+
+
+def is_unused_mtp(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor is of a layer for multi-token prediction that an architecture does not have."""
+    first, _, rest = name.partition(".")
+    number = rest.partition(".")[0]
+    return first == "layers" and number.isdecimal() and int(number) >= config.layers + config.mtp_layers
 
 
 def layer_parameters(config: ModelConfig, layer: int) -> Iterator[Parameter]:
@@ -98,12 +123,17 @@ def layer_parameters(config: ModelConfig, layer: int) -> Iterator[Parameter]:
     assert moe is not None, "a layer with experts"
     up = 2 * moe.ffn if config.gated else moe.ffn
     yield Parameter(f"{prefix}.mlp.router.weight", (moe.experts, hidden), None, "normal", layer)
+    if moe.router_bias:
+        yield Parameter(f"{prefix}.mlp.router.bias", (moe.experts,), None, "zeros", layer)
     if moe.score_bias:
         yield Parameter(f"{prefix}.mlp.router.score_bias", (moe.experts,), None, "zeros", layer, buffer=True)
-    yield Parameter(
-        f"{prefix}.mlp.experts.{up_projection_name(config)}", (moe.experts, up, hidden), 1, "normal", layer, True
-    )
-    yield Parameter(f"{prefix}.mlp.experts.down", (moe.experts, hidden, moe.ffn), 2, "output", layer, True)
+    experts, up_name = f"{prefix}.mlp.experts", up_projection_name(config)
+    yield Parameter(f"{experts}.{up_name}", (moe.experts, up, hidden), 1, "normal", layer, True)
+    if config.mlp_bias:
+        yield Parameter(f"{experts}.{up_name}_bias", (moe.experts, up), 1, "zeros", layer, True)
+    yield Parameter(f"{experts}.down", (moe.experts, hidden, moe.ffn), 2, "output", layer, True)
+    if config.mlp_bias:
+        yield Parameter(f"{experts}.down_bias", (moe.experts, hidden), None, "zeros", layer, True)
     if moe.shared_ffn:
         yield from _mlp_parameters(config, f"{prefix}.mlp.shared", moe.shared_ffn, layer)
 
@@ -122,6 +152,8 @@ def _attention_parameters(config: ModelConfig, prefix: str, layer: int) -> Itera
         for name, heads in (("query", config.heads), ("key", config.kv_heads)):
             shape, tp_dim = ((heads * head_dim,), 0) if whole else ((head_dim,), None)
             yield Parameter(f"{prefix}.{name}_norm.weight", shape, tp_dim, _norm_init(config), layer)
+    if config.attention_sinks:
+        yield Parameter(f"{prefix}.sinks", (config.heads,), 0, "normal", layer)
     yield Parameter(f"{prefix}.out.weight", (hidden, config.heads * head_dim), 1, "output", layer)
     if config.output_bias:
         yield Parameter(f"{prefix}.out.bias", (hidden,), None, "zeros", layer)

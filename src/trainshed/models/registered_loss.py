@@ -16,7 +16,7 @@ from trainshed.models.collectives import SINGLE_RANK, AxisGroup, all_reduce, all
 from trainshed.models.loss import IGNORE_INDEX
 from trainshed.models.token_loss import TokenLoss
 
-_SLICE_SHARE = 4
+_SLICE_SHARE = 8
 """Autograd keeps some tensors of the size of the logits, so slices are smaller than those of cross entropy."""
 
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import orjson
 
 from trainshed.errors import Conflict, CorruptData, StorageError, TrainshedError
+from trainshed.file_locks import OPEN_CLOEXEC
 from trainshed.run_folder import EVENTS, attempt_name, attempt_number, rank_name
 from trainshed.storage import ABSENT, ObjectInfo, Store, join, list_after, parse
 
@@ -181,7 +182,7 @@ class LocalSegmentWriter:
             self._number += 1
             path = self._folder / f"{self._number:06d}.jsonl"
             try:
-                return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | OPEN_CLOEXEC, 0o666)
             except FileExistsError:
                 continue
 

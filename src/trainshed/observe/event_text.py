@@ -51,6 +51,9 @@ class EventFormatter:
             )
         if kind == "answers":
             return format_answers(event["answers"])
+        if kind == "evaluation":
+            scores = (f"{name} {_format_number(value, '.4f')}" for name, value in event["scores"].items())
+            return "  ".join([f"evaluated step {event['step']} by {event['name']}:", *scores])
         if kind == "early_stop":
             return f"stopped early after step {event['step']}: {event['reason']}"
         if kind == "non_finite":

@@ -121,6 +121,7 @@ class StepEvent(Event):
     moe_balance: float | None = None
     moe_z: float | None = None
     z_loss: float | None = None
+    mtp_loss: float | None = None
     reward_chosen: float | None = None
     reward_rejected: float | None = None
     reward_margin: float | None = None
@@ -246,6 +247,18 @@ class AnswersEvent(Event):
     kind = "answers"
     needs_step = True
     answers: list[Mapping[str, Any]]
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationEvent(Event):
+    """The checkpoint of a step was measured (`eval`): the scores by one measure. It belongs to no attempt."""
+
+    kind = "evaluation"
+    needs_step = True
+    name: str
+    """`perplexity validation`, the name of a task, `questions gate`."""
+    scores: Mapping[str, float | None]
     seconds: float | None = None
 
 

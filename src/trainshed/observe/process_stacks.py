@@ -26,7 +26,7 @@ from pathlib import Path
 
 RUN_FOLDER_VARIABLE = "TRAINSHED_RUN_FOLDER"
 """In the environment of every rank: the run that it belongs to."""
-STACK_SIGNAL = signal.SIGUSR2
+STACK_SIGNAL: int = getattr(signal, "SIGUSR2", 12)  # its number on Linux, where ranks run; Windows has none
 STACK_FILE = "trainshed-stacks"
 """The name of the file in memory that a rank of our own engine writes its stacks into."""
 

@@ -36,6 +36,8 @@ TRACE_SUFFIX = ".pt.trace.json.gz"
 SUMMARY_SUFFIX = ".summary.json"
 MEGATRON_TRACES = "torch_profile"
 """The folder beside `tensorboard/` in which newer Megatron-LM writes its traces."""
+TRACE_FOLDERS = (PROFILE, MEGATRON_TRACES, TENSORBOARD)
+"""The folders of a run that may hold traces."""
 _TRACE_NAME = re.compile(r"(?P<stem>.+?)(\.pt\.trace\.json|(?<=\d)\.json)(\.gz)?")
 _NSYS_SUFFIX = ".nsys-rep"
 
@@ -114,7 +116,7 @@ def find_traces(run: Path) -> list[Path]:
     """Return the traces in a run's folder, of any engine, each once."""
     traces: dict[str, Path] = {}
     # What our own engine writes into `profile/` is linked into `tensorboard/profile/` under the same name.
-    for part in (PROFILE, MEGATRON_TRACES, TENSORBOARD):
+    for part in TRACE_FOLDERS:
         for path in sorted((run / part).rglob("*.json*")):
             if _is_trace(path):
                 traces.setdefault(_trace_key(run / part, path), path)

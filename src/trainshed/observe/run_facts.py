@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -20,7 +21,7 @@ from trainshed.observe.metrics import TrainingFacts
 from trainshed.plugins import plugins_not_run
 from trainshed.recipe import ModelConfig, Recipe, parse_recipe
 from trainshed.run_folder import ENGINE_RUN_FILE, RECIPE_FILE
-from trainshed.storage import Store
+from trainshed.storage import Store, join, parse
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,12 @@ ENGINE_RUN_SCHEMA = "trainshed.engine_run/1"
 
 def read_run_recipe(store: Store, folder: str) -> Recipe | None:
     """Return the recipe of a run as it was resolved; None where it has none, or one that cannot be read here."""
+    place = parse(join(store.url, folder))
+    beside = Path(str(place)) if place.scheme == "file" else None
     try:
         with plugins_not_run():
-            return parse_recipe(store.read(_path(folder, RECIPE_FILE)))
+            text = store.read(_path(folder, RECIPE_FILE))
+            return parse_recipe(text, source=join(str(place), RECIPE_FILE), folder=beside)
     except TrainshedError:
         return None
 
@@ -120,9 +124,10 @@ def recipe_facts(recipe: Recipe) -> TrainingFacts:
 def _config(recipe: Recipe) -> ModelConfig | None:
     """The architecture; a resolved recipe has it in full, unless only the weights say it."""
     try:
-        return architecture(recipe)
+        config = architecture(recipe)
     except TrainshedError:
         return None
+    return None if config is None else recipe.trained_architecture(config)
 
 
 def with_log_facts(facts: TrainingFacts, log: LogFacts) -> TrainingFacts:

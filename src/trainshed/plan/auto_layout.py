@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
@@ -17,6 +16,7 @@ from trainshed.plan.model_shape import ModelShape, model_shape
 from trainshed.plan.planner import PlannedModel, build_request, calibration_note, make_plan
 from trainshed.plan.training_shape import Hardware, hardware_of_gpu
 from trainshed.recipe import Cluster, Layout, Recipe
+from trainshed.this_machine import memory_bytes
 
 _GIB = 2**30
 _CPU_SHARE = 0.5
@@ -127,7 +127,7 @@ def uncalibrated_notes(cluster: Cluster) -> tuple[str, ...]:
 
 def machine_memory_gib() -> float:
     """Return the memory of this machine, or of the container that this process is in."""
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    whole = memory_bytes()
     limit = Path("/sys/fs/cgroup/memory.max")
     written = limit.read_text().strip() if limit.is_file() else "max"
     return (min(whole, int(written)) if written.isdigit() else whole) / _GIB

@@ -99,10 +99,11 @@ def token_flops(
     """Count the FLOPs of one token, on average over a sequence; `document_length` is that of `attended_length`."""
     parts = {"attention": 0, "router": 0, "mlp": 0}
     experts = 0
-    dense_first = 0 if config.moe is None else config.moe.dense_first
-    for layer, count in ((0, dense_first), (config.layers - 1, config.layers - dense_first)):
-        for parameter in layer_parameters(config, layer) if count else ():
-            if len(parameter.shape) == 1:
+    kinds = [config.has_experts(layer) for layer in range(config.layers + config.mtp_layers)]
+    for with_experts in sorted(set(kinds)):
+        count = kinds.count(with_experts)
+        for parameter in layer_parameters(config, kinds.index(with_experts)):
+            if not parameter.is_matrix:
                 continue
             used = parameter.size
             if parameter.expert:
@@ -112,12 +113,13 @@ def token_flops(
             block, part = parameter.name.split(".")[2:4]
             parts["router" if part == "router" else block] += 2 * used * count
     return TokenFlops(
-        projections=parts["attention"],
+        # A layer of multi-token prediction projects a hidden state and an embedding into one, and uses the head again.
+        projections=parts["attention"] + config.mtp_layers * 4 * config.hidden**2,
         attention=attention_flops(config, attended_length(sequence_length, document_length), causal=causal),
         feed_forward=parts["mlp"],
         experts=experts,
         router=parts["router"],
-        head=2 * config.hidden * config.vocab_size,
+        head=2 * config.hidden * config.vocab_size * (1 + config.mtp_layers),
         adapters=None if lora is None else adapter_flops(config, lora),
     )
 
@@ -126,7 +128,7 @@ def adapter_flops(config: ModelConfig, lora: Lora) -> int:
     """Return the forward FLOPs of one token in adapters; it passes through those of the experts it is routed to."""
     used = 0
     for parameter in lora_parameters(config, lora):
-        if len(parameter.shape) == 1:
+        if not parameter.is_matrix:
             continue
         share = config.moe.top_k / config.moe.experts if parameter.expert and config.moe is not None else 1
         used += round(parameter.size * share)
@@ -164,19 +166,22 @@ def attention_flops(config: ModelConfig, sequence_length: float, *, causal: bool
     work that must be done. Without, every token attends to the whole sequence, as many papers and frameworks count.
     """
     keys = mean_keys(config, sequence_length) if causal else sequence_length
-    return config.layers * 2 * config.heads * (config.head_dim + config.value_dim) * keys
+    return (config.layers + config.mtp_layers) * 2 * config.heads * (config.head_dim + config.value_dim) * keys
 
 
 def mean_keys(config: ModelConfig, sequence_length: float) -> float:
     """Return how many keys a token attends to, on average over layers and a sequence with causal attention."""
-    if config.attention_pattern is None:
-        return causal_keys(config.sliding_window, sequence_length)
-    windows = [config.layer_window(layer) for layer in range(config.layers)]
-    return sum(causal_keys(window, sequence_length) for window in windows) / config.layers
+    layers = range(1 if config.attention_pattern is None else config.layers)
+    spans = [(config.layer_window(layer), config.layer_chunk(layer)) for layer in layers]
+    return sum(causal_keys(window, sequence_length, chunk) for window, chunk in spans) / len(spans)
 
 
-def causal_keys(window: int | None, sequence_length: float) -> float:
-    """Return the same for one layer, with a sliding window or without."""
+def causal_keys(window: int | None, sequence_length: float, chunk: int | None = None) -> float:
+    """Return the same for one layer, with a sliding window, with chunks or with neither."""
+    if chunk is not None and chunk < sequence_length:
+        whole = sequence_length // chunk * chunk
+        rest = sequence_length - whole
+        return (whole * (chunk + 1) / 2 + rest * (rest + 1) / 2) / sequence_length
     seen = min(window or sequence_length, sequence_length)
     growing = seen * (seen + 1) / 2
     return (growing + (sequence_length - seen) * seen) / sequence_length

@@ -39,6 +39,11 @@ class MeshCoordinates:
     etp: int
     dp: int
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one that stores what every rank has."""
+        return not any((self.pp, self.dp, self.cp, self.tp))
+
 
 @dataclass(frozen=True)
 class RankLayout:

@@ -1,7 +1,7 @@
 """The shape of a model as the planner needs it: the weight matrices of each layer, and what a token costs in them.
 
-A `ModelConfig` is what our own engine can train. Published measurements are also of models it cannot train (experts in
-every second layer, every second layer windowed), so the planner's arithmetic uses this wider description.
+A `ModelConfig` is what our own engine can train. Published measurements are also of models it cannot train, so the
+planner's arithmetic uses this wider description.
 `model_shape` turns a `ModelConfig` into a `ModelShape`; a test checks that both count the same weights and FLOPs.
 """
 
@@ -76,6 +76,7 @@ class ExpertShape:
     top_k: int
     ffn: int
     shared_ffn: int = 0
+    router_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ class ModelShape:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    attention_sinks: bool = False
+    """Each head has one more weight."""
     qk_norm: bool = False
     qk_norm_whole: bool = False
     """Queries and keys are normalised over all heads together, by weights that are split as the heads are."""
@@ -110,8 +113,10 @@ class ModelShape:
     """2, or 4 where blocks have a norm before and after them."""
     window: int | None = None
     """How many tokens back the layers with a sliding window look."""
+    chunk: int | None = None
+    """How many tokens a chunk of attention has, in the layers that have it in place of a window."""
     window_pattern: tuple[bool, ...] = (True,)
-    """Which layers have a sliding window, from the first on and repeated."""
+    """Which layers have a sliding window or chunks, from the first on and repeated."""
     experts: ExpertShape | None = None
     dense_first: int = 0
     """Number of first layers without experts in a model that has experts."""
@@ -178,8 +183,8 @@ class ModelShape:
         return (layer - self.dense_first) % self.experts_every == self.experts_every - 1
 
     def is_windowed(self, layer: int) -> bool:
-        """Whether a layer has a sliding window."""
-        return self.window is not None and self.window_pattern[layer % len(self.window_pattern)]
+        """Whether a layer has a sliding window or chunks."""
+        return (self.window or self.chunk) is not None and self.window_pattern[layer % len(self.window_pattern)]
 
     @cached_property
     def _one_kind(self) -> LayerKind | None:
@@ -199,7 +204,7 @@ class ModelShape:
 
     def mean_keys(self, sequence_length: float, *, windowed: bool) -> float:
         """Return how many keys a token attends to, on average over a sequence with causal attention."""
-        return causal_keys(self.window if windowed else None, sequence_length)
+        return causal_keys(self.window, sequence_length, self.chunk) if windowed else causal_keys(None, sequence_length)
 
     @cached_property
     def layer_vectors(self) -> int:
@@ -211,7 +216,8 @@ class ModelShape:
     @property
     def _split_vectors(self) -> int:
         """Elements of a layer's vectors that are divided among tensor-parallel ranks as heads are."""
-        return (self.heads + self.kv_heads) * self.head_dim if self.qk_norm and self.qk_norm_whole else 0
+        norms = (self.heads + self.kv_heads) * self.head_dim if self.qk_norm and self.qk_norm_whole else 0
+        return norms + (self.heads if self.attention_sinks else 0)
 
     @property
     def head_weights(self) -> int:
@@ -227,7 +233,7 @@ class ModelShape:
             + self._split_vectors,
             attention_replicated=_count_weights(matrix for matrix in attention if matrix.tp_split == "none"),
             mlp=_count_weights(self.mlp_matrices(self.ffn)),
-            router=experts.count * self.hidden,
+            router=experts.count * (self.hidden + (1 if experts.router_bias else 0)),
             shared=_count_weights(self.mlp_matrices(experts.shared_ffn)),
             experts=experts.count * _count_weights(self.expert_matrices),
         )
@@ -245,22 +251,34 @@ class ModelShape:
     @cached_property
     def matmul_flops(self) -> float:
         """Forward FLOPs of one token in matmuls with weights; as `plan/flops.py` counts them."""
-        projections = _count_elements(self.attention_matrices)
-        total = 2.0 * self.layers * projections + 2 * self.head_weights * (1 + self.mtp_layers)
-        dense = self.layers - self.expert_layers
-        total += 2 * dense * _count_elements(self.mlp_matrices(self.ffn))
+        total = 2.0 * self.head_weights * (1 + self.mtp_layers)
+        total += (self.layers - self.expert_layers) * self._layer_flops(experts=False)
         if self.experts is not None:
-            active = self.experts.top_k * _count_elements(self.expert_matrices)
-            active += _count_elements(self.mlp_matrices(self.experts.shared_ffn))
-            total += 2 * self.expert_layers * (active + self.experts.count * self.hidden)
-        return total * self._mtp_share
+            total += self.expert_layers * self._layer_flops(experts=True)
+        # A layer of multi-token prediction projects a hidden state and an embedding into one.
+        return total + self.mtp_layers * (self._layer_flops(experts=self.mtp_experts) + 4 * self.hidden**2)
+
+    def _layer_flops(self, *, experts: bool) -> float:
+        """Return the forward FLOPs of one token in the matmuls of a layer."""
+        used = _count_elements(self.attention_matrices)
+        if not experts:
+            return 2.0 * (used + _count_elements(self.mlp_matrices(self.ffn)))
+        assert self.experts is not None, "a layer with experts"
+        used += self.experts.top_k * _count_elements(self.expert_matrices) + self.experts.count * self.hidden
+        return 2.0 * (used + _count_elements(self.mlp_matrices(self.experts.shared_ffn)))
+
+    @property
+    def mtp_experts(self) -> bool:
+        """Whether layers of multi-token prediction have experts: as the last layer does."""
+        return self.has_experts(self.layers - 1)
 
     @cached_property
     def expert_flops(self) -> float:
         """The part of `matmul_flops` in experts that a token is routed to."""
         if self.experts is None:
             return 0.0
-        return 2.0 * self.expert_layers * self.experts.top_k * _count_elements(self.expert_matrices) * self._mtp_share
+        layers = self.expert_layers + (self.mtp_layers if self.mtp_experts else 0)
+        return 2.0 * layers * self.experts.top_k * _count_elements(self.expert_matrices)
 
     def attention_flops(self, sequence_length: float, *, causal: bool = True) -> float:
         """Return the forward FLOPs of one token in attention itself, on average over a sequence."""
@@ -268,16 +286,11 @@ class ModelShape:
         for kind, count in self.layer_kinds(range(self.layers)).items():
             keys = self.mean_keys(sequence_length, windowed=kind.windowed) if causal else sequence_length
             total += count * per_key * keys
-        return total * self._mtp_share
+        return total * (1 + self.mtp_layers / self.layers)
 
     def token_flops(self, sequence_length: float, *, causal: bool = True) -> float:
         """Return the forward FLOPs of one token, on average over a sequence."""
         return self.matmul_flops + self.attention_flops(sequence_length, causal=causal)
-
-    @property
-    def _mtp_share(self) -> float:
-        """All layers with those of multi-token prediction, relative to the layers."""
-        return 1 + self.mtp_layers / self.layers
 
 
 def _count_weights(matrices: Iterable[WeightMatrix]) -> int:
@@ -309,12 +322,16 @@ def model_shape(config: ModelConfig, name: str = "") -> ModelShape:
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,
         mlp_bias=config.mlp_bias,
+        attention_sinks=config.attention_sinks,
         qk_norm=config.qk_norm,
         qk_norm_whole=config.qk_norm_span == "projection",
         norms_per_layer=4 if config.norm_placement == "both" else 2,
         window=config.sliding_window,
-        window_pattern=tuple(kind == "window" for kind in config.attention_pattern or ("window",)),
-        experts=None if moe is None else ExpertShape(moe.experts, moe.top_k, moe.ffn, moe.shared_ffn),
+        chunk=config.attention_chunk,
+        window_pattern=tuple(kind != "full" for kind in config.attention_pattern or ("window",)),
+        experts=None if moe is None else ExpertShape(moe.experts, moe.top_k, moe.ffn, moe.shared_ffn, moe.router_bias),
         dense_first=0 if moe is None else moe.dense_first,
+        experts_every=1 if moe is None else moe.every,
         latent=None if mla is None else LatentAttention(mla.query_rank or 0, mla.kv_rank, mla.rope_dim),
+        mtp_layers=config.mtp_layers,
     )

@@ -210,7 +210,7 @@ def _run_terms(
         machine=machine,
         storage=cluster_storage(cluster),
         steps=model.steps,
-        checkpoint_every=checkpoint.every if checkpoint is not None else None,
+        checkpoint_every=checkpoint.every if checkpoint is not None and checkpoint.save else None,
         keep=checkpoint.kept if checkpoint is not None else 3,
         asynchronous=checkpoint.async_ if checkpoint is not None else True,
         mtbf_hours=cluster.mtbf_hours,
@@ -244,6 +244,67 @@ class Plan:
     scaling: ScalingCurve | None = None
     phases: tuple[PhasePrediction, ...] = ()
     """What is predicted of each phase; `chosen` is that of the one with the longest sequences."""
+
+    @property
+    def layout(self) -> RankLayout:
+        """The layout: chosen, or the one that was given."""
+        return self.chosen.layout
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits its GPU."""
+        return self.chosen.fits
+
+    @property
+    def step_seconds(self) -> float:
+        """How long a step takes."""
+        return self.chosen.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs of a second, relative to the dense peak of the GPUs."""
+        return self.chosen.mfu
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that all GPUs together train on in a second."""
+        return self.chosen.tokens_per_second_per_gpu * self.gpus
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Tokens that each GPU trains on in a second."""
+        return self.chosen.tokens_per_second_per_gpu
+
+    @property
+    def memory_gib(self) -> float:
+        """What the fullest GPU holds."""
+        return self.chosen.memory.total
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs."""
+        return self.request.training.gpus
+
+    @property
+    def hours(self) -> float | None:
+        """How long the run takes; None where its length is not known."""
+        return self.to_plain()["chosen"]["hours"]
+
+    @property
+    def cost(self) -> float | None:
+        """What the run costs in dollars; None where its length or a price is not known."""
+        return self.to_plain()["chosen"]["cost"]
+
+    def __str__(self) -> str:
+        from trainshed.plan.report.page import plan_text
+
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        """Show the plan in a notebook."""
+        from trainshed.plan.report.page import notebook_html
+
+        return notebook_html(self)
 
     def predicted_figures(self) -> dict[str, Any]:
         """Return what is stored with an attempt, to hold its measured steps against."""

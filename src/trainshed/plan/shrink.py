@@ -62,8 +62,14 @@ def shrink(
     model = _model(config, layout, sequence_length, length, sum(stages))
     if config.attention_pattern is not None:
         # Both kinds of attention, where there is room for both.
-        model["attention_pattern"] = ["window", "full"] if sum(stages) > 1 else None
-    shrunk = ModelConfig.model_validate(config.model_dump(exclude_none=True) | model)
+        limited = "chunk" if config.sliding_window is None else "window"
+        model["attention_pattern"] = [limited, "full"] if sum(stages) > 1 else None
+        if sum(stages) == 1 and config.rope is not None and config.rope.local_only:
+            # The one layer that is left has positions.
+            model["rope"] = config.rope.model_dump() | {"local_only": False}
+            model["attention_temperature"] = None
+    # A recipe says by `train.mtp` how many layers multi-token prediction has.
+    shrunk = ModelConfig.model_validate(config.model_dump(exclude_none=True) | model | {"mtp_layers": 0})
     sizes: list[int] = []
     for count in counts:
         sizes.append(_batch(count, shrunk, small, length, more_than=sizes[-1] if sizes else 0))
@@ -111,6 +117,11 @@ def _model(config: ModelConfig, layout: RankLayout, sequence_length: int, length
     if config.sliding_window is not None:
         # The window is the same fraction of the sequence: it limits attention if it did before.
         sizes["sliding_window"] = max(1, config.sliding_window * length // sequence_length)
+    if config.attention_chunk is not None:
+        sizes["attention_chunk"] = max(1, config.attention_chunk * length // sequence_length)
+    if (temperature := config.attention_temperature) is not None:
+        steps = max(1, temperature.tokens * length // sequence_length)
+        sizes["attention_temperature"] = temperature.model_dump() | {"tokens": steps}
     if config.moe is not None:
         moe = config.moe
         expert_shares = layout.expert_shards
@@ -121,6 +132,7 @@ def _model(config: ModelConfig, layout: RankLayout, sequence_length: int, length
         sizes["moe"] = moe.model_dump() | {
             "experts": _smallest_like(moe.experts, fewest, layout.ep, layout.ep * expert_shares, moe.groups),
             "dense_first": min(moe.dense_first, layers - 1),
+            "every": min(moe.every, layers - min(moe.dense_first, layers - 1)),
             "ffn": _smallest_like(moe.ffn, max(_EXPERT_FFN, 2 * layout.etp), 2, layout.etp, layout.etp * expert_shares),
             "shared_ffn": _smallest_like(moe.shared_ffn, max(_EXPERT_FFN, 2 * tp), 2, tp, tp * shares),
         }

@@ -9,21 +9,24 @@ from trainshed.recipe.cluster import (
     Nodes,
     SecretReference,
     StoreEndpoint,
+    as_cluster,
     known_clusters,
     load_cluster,
 )
 from trainshed.recipe.data import DataSection, Source, Split, ValidationSource
 from trainshed.recipe.layout import Layout
-from trainshed.recipe.load import find_recipe, load_recipe, parse_recipe, run_id, shipped_recipes, to_plain, to_yaml
-from trainshed.recipe.model import (
-    ModelConfig,
-    ModelSection,
-    Moe,
-    Rope,
-    RopeScaling,
-    TokenizerTraining,
-    TrainedTokenizer,
+from trainshed.recipe.load import (
+    as_recipe,
+    find_recipe,
+    load_recipe,
+    parse_recipe,
+    run_id,
+    shipped_recipes,
+    to_plain,
+    to_yaml,
 )
+from trainshed.recipe.model import ModelConfig, ModelSection, TokenizerTraining, TrainedTokenizer
+from trainshed.recipe.model_parts import Moe, Rope, RopeScaling
 from trainshed.recipe.optimizer import Optimizer
 from trainshed.recipe.overrides import split_overrides
 from trainshed.recipe.schema import (
@@ -73,6 +76,8 @@ __all__ = [
     "TrainSection",
     "TrainedTokenizer",
     "ValidationSource",
+    "as_cluster",
+    "as_recipe",
     "cluster_json_schema",
     "find_recipe",
     "fit_problems",

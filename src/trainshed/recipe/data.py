@@ -95,6 +95,11 @@ class SourceKeys(Section):
         description="The part of a Hub dataset or of the files that is read, as `datasets` writes it",
         examples=["train[:95%]"],
     )
+    limit: PositiveInt | None = Field(
+        None,
+        description="Read only so many of the files, the first by name: a first test of a large corpus",
+        examples=[100],
+    )
     name: Text | None = Field(None, description="How reports call this source")
 
     @model_validator(mode="before")
@@ -123,7 +128,7 @@ class SourceKeys(Section):
         if self.args and not self.script:
             yield Problem(("args",), "is read with `script` only", "delete it")
         if kinds == ["tokens"]:
-            for key in ("format", "key", "documents", "columns", "split"):
+            for key in ("format", "key", "documents", "columns", "split", "limit"):
                 if getattr(self, key) is not None:
                     yield Problem((key,), "is not read: these tokens are already prepared", "delete it")
 

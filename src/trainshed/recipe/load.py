@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshed.errors import InputError, RecipeError
-from trainshed.recipe.overrides import apply_overrides
+from trainshed.recipe.overrides import Override, apply_overrides
 from trainshed.recipe.phases import without_lengths
 from trainshed.recipe.registered import load_named_plugins
 from trainshed.recipe.schema import FORMAT_VERSION, Recipe
@@ -30,15 +30,22 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     return parse_recipe(_read_bytes(file), overrides, source=_display_path(file), folder=file.parent)
 
 
+def as_recipe(recipe: Recipe | str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
+    """Return a recipe that is at hand, or load it; with overrides in both cases."""
+    return recipe.with_overrides(overrides) if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+
+
 def parse_recipe(
     text: str | bytes,
-    overrides: Iterable[str] = (),
+    overrides: Iterable[str | Override] = (),
     *,
     source: str = "recipe.yaml",
     folder: Path | None = None,
 ) -> Recipe:
     """Load a recipe from text; errors call it `source`, and `script` paths are relative to `folder`."""
-    document = parse_yaml(decode_utf8(text, source) if isinstance(text, bytes) else text, source)
+    decoded = decode_utf8(text, source) if isinstance(text, bytes) else text
+    document = parse_yaml(decoded, source)
+    document.places.text = decoded
     apply_overrides(document, overrides)
     check_format(document)
     document.places.folder = folder or Path()
@@ -199,6 +206,9 @@ def copy_shipped_recipe(name: str, destination: Path) -> list[Path]:
     template = recipe.data.template_file
     if template is not None and not Path(template).is_absolute():
         copies[target.parent / template] = source.parent / template
+    asked = recipe.eval.questions if recipe.eval is not None else None
+    if asked is not None and not Path(asked).is_absolute():
+        copies[target.parent / asked] = source.parent / asked
     for plugin in recipe.plugin_sources:
         if plugin.root == source.parent.absolute():
             copies |= {target.parent / name: plugin.root / name for name in plugin.files}

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, Tag, model_validator
 
+from trainshed.recipe.model_parts import AttentionTemperature, Mla, Moe, Rope
 from trainshed.recipe.registered import choice_or_registered, registered_class
 from trainshed.recipe.section import (
     NotNegativeInt,
@@ -26,9 +27,9 @@ from trainshed.recipe.section import (
 
 FamilyName = Literal[
     "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2",
-    "olmo2", "olmo3", "gemma2", "gemma3_text", "phi3", "nemotron",
+    "olmo2", "olmo3", "gemma2", "gemma3_text", "phi3", "nemotron", "gpt_oss", "llama4_text",
 ]  # fmt: skip
-AttentionKind = Literal["window", "full"]
+AttentionKind = Literal["window", "chunk", "full"]
 
 _ROPE_DECODER: dict[str, Any] = {
     "norm": "rms",
@@ -42,6 +43,7 @@ _ROPE_DECODER: dict[str, Any] = {
     "zero_centered_norms": False,
     "qk_norm_span": "head",
     "scaled_embeddings": False,
+    "attention_sinks": False,
 }
 _GEMMA = _ROPE_DECODER | {"norm_placement": "both", "zero_centered_norms": True, "scaled_embeddings": True}
 _OLMO = _ROPE_DECODER | {"qk_norm": True, "qk_norm_span": "projection", "norm_placement": "post"}
@@ -66,6 +68,7 @@ FIXED_BY_FAMILY: dict[str, dict[str, Any]] = {
         "zero_centered_norms": False,
         "qk_norm_span": "head",
         "scaled_embeddings": False,
+        "attention_sinks": False,
     },
     "olmo2": _OLMO,
     "olmo3": _OLMO,
@@ -73,6 +76,8 @@ FIXED_BY_FAMILY: dict[str, dict[str, Any]] = {
     "gemma3_text": _GEMMA | {"qk_norm": True},
     "phi3": _ROPE_DECODER,
     "nemotron": _ROPE_DECODER | {"norm": "layer", "gated": False, "zero_centered_norms": True},
+    "gpt_oss": _ROPE_DECODER | {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "attention_sinks": True},
+    "llama4_text": _ROPE_DECODER,
 }
 DEFAULT_BY_FAMILY: dict[str, dict[str, Any]] = {
     "llama": {"norm_eps": 1e-5, "activation": "silu", "tied_embeddings": False},
@@ -89,6 +94,14 @@ DEFAULT_BY_FAMILY: dict[str, dict[str, Any]] = {
     "gemma3_text": {"norm_eps": 1e-6, "activation": "gelu_tanh", "tied_embeddings": True},
     "phi3": {"norm_eps": 1e-5, "activation": "silu", "tied_embeddings": False},
     "nemotron": {"norm_eps": 1e-5, "activation": "relu2", "tied_embeddings": False},
+    "gpt_oss": {
+        "norm_eps": 1e-5,
+        "activation": "clamped_swiglu",
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "tied_embeddings": False,
+    },
+    "llama4_text": {"norm_eps": 1e-5, "activation": "silu", "tied_embeddings": False},
 }
 FILLED_IN = {
     "kv_heads": "`heads`",
@@ -96,149 +109,8 @@ FILLED_IN = {
     **dict.fromkeys((*_ROPE_DECODER, "norm_eps", "activation", "tied_embeddings"), "the family's"),
 }
 """Keys that need not be written, and what fills them in."""
-_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
+_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text")
 _LATENT_FAMILIES = ("deepseek_v3",)
-
-
-_LLAMA3_KEYS = ("low_frequency_factor", "high_frequency_factor", "original_positions")
-_SCALING_KEYS = {
-    "linear": (),
-    "llama3": _LLAMA3_KEYS,
-    "yarn": (
-        "original_positions",
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "truncate",
-        "mscale",
-        "mscale_all_dim",
-    ),
-}
-"""Which keys each kind of stretching reads besides `factor`."""
-
-
-class RopeScaling(Section):
-    """How rotary frequencies are stretched for longer contexts."""
-
-    kind: Literal["llama3", "linear", "yarn"] = Field(
-        description="`llama3` as Llama 3.1 does it, `linear` for all frequencies alike, `yarn` as in Peng et al. 2023"
-    )
-    factor: PositiveFloat = Field(description="How many times longer the context becomes")
-    low_frequency_factor: PositiveFloat | None = Field(None, description="llama3: below this many turns, scale in full")
-    high_frequency_factor: PositiveFloat | None = Field(None, description="llama3: above this many turns, leave alone")
-    original_positions: PositiveInt | None = Field(None, description="llama3, yarn: context length before the stretch")
-    beta_fast: PositiveFloat | None = Field(None, description="yarn: above this many turns, leave alone; null: 32")
-    beta_slow: PositiveFloat | None = Field(None, description="yarn: below this many turns, scale in full; null: 1")
-    attention_factor: PositiveFloat | None = Field(
-        None, description="yarn: cosines and sines are multiplied by it; null: 0.1 · ln(factor) + 1"
-    )
-    truncate: bool | None = Field(
-        None, description="yarn: round the bounds of the ramp to whole channels; null: they are rounded"
-    )
-
-    mscale: PositiveFloat | None = Field(None, description="yarn: how much cosines and sines grow with the factor")
-    mscale_all_dim: PositiveFloat | None = Field(
-        None, description="yarn: what `mscale` is divided by; with latent attention scores grow by it instead"
-    )
-
-    def problems(self) -> Iterator[Problem]:
-        """Each kind reads its own keys; `llama3` needs all of them, `yarn` the context before the stretch."""
-        read = _SCALING_KEYS[self.kind]
-        for key in dict.fromkeys(key for keys in _SCALING_KEYS.values() for key in keys):
-            written = getattr(self, key) is not None
-            if key in _LLAMA3_KEYS and key in read and not written:
-                yield Problem(
-                    (key,),
-                    "is missing",
-                    "Llama 3.1 has low_frequency_factor: 1.0, high_frequency_factor: 4.0, original_positions: 8192"
-                    if self.kind == "llama3"
-                    else "write the context length before the stretch, for example original_positions: 8192",
-                )
-            elif key not in read and written:
-                kinds = " or ".join(f"`kind: {kind}`" for kind, keys in _SCALING_KEYS.items() if key in keys)
-                yield Problem((key,), f"is not read with `kind: {self.kind}`", f"delete it, or write {kinds}")
-
-
-class Rope(Section):
-    """Rotary position embedding."""
-
-    base: PositiveFloat = Field(description="The base of the frequencies (rope_theta)", examples=[500000.0])
-    scaling: RopeScaling | None = Field(None, description="Stretching for longer contexts")
-    local_base: PositiveFloat | None = Field(
-        None, description="Base in layers with a sliding window, which `scaling` then leaves alone; null: as others"
-    )
-    fraction: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        1.0, description="Which part of each head is turned (partial_rotary_factor)"
-    )
-
-    def rotary_dim(self, head_dim: int) -> int:
-        """Return how many channels of a head are turned."""
-        return int(head_dim * self.fraction)
-
-
-class Mla(Section):
-    """Multi-head latent attention (DeepSeek-V2): keys and values are computed from one short vector for each token.
-
-    That vector and the rotary part of the key, which all heads share, are all that generation keeps of a token.
-    """
-
-    query_rank: PositiveInt | None = Field(
-        None, description="Width that queries are computed from; null: the residual stream", examples=[1536]
-    )
-    kv_rank: PositiveInt = Field(description="Width that keys and values are computed from", examples=[512])
-    nope_dim: PositiveInt = Field(description="Width of a query and key head without position", examples=[128])
-    rope_dim: PositiveInt = Field(description="Width of a query and key head with rotary position", examples=[64])
-    value_dim: PositiveInt = Field(description="Width of a value head", examples=[128])
-    rope_interleaved: bool = Field(
-        True, description="Whether a pair that is turned is two neighbours; otherwise half a head apart"
-    )
-
-    def problems(self) -> Iterator[Problem]:
-        """Rotary positions turn pairs."""
-        if self.rope_dim % 2:
-            yield Problem(("rope_dim",), f"{self.rope_dim} is odd; rotary positions turn pairs", "write an even number")
-
-
-class Moe(Section):
-    """A mixture of experts in place of the feed-forward block of every layer, or of all but the first."""
-
-    experts: PositiveInt = Field(description="Number of routed experts", examples=[8])
-    top_k: PositiveInt = Field(description="Experts that each token visits", examples=[2])
-    ffn: PositiveInt = Field(description="Inner width of one expert", examples=[14336])
-    shared_ffn: NotNegativeInt = Field(0, description="Inner width of the expert every token visits; 0: none")
-    normalize_top_k: bool = Field(True, description="Scale the weights of a token's experts so that they sum to 1")
-    scores: Literal["softmax", "sigmoid"] = Field("softmax", description="How the router's logits become scores")
-    score_bias: bool = Field(
-        False,
-        description="Experts are chosen by score plus a bias, which moves towards even load at each step "
-        "(`train.moe.bias_update`)",
-    )
-    groups: PositiveInt = Field(1, description="Groups of experts, of which a token visits only some")
-    top_groups: PositiveInt = Field(1, description="Groups that each token visits")
-    scale: PositiveFloat = Field(1.0, description="Factor of what routed experts add")
-    dense_first: NotNegativeInt = Field(0, description="First layers that have `ffn` and no experts")
-
-    def problems(self) -> Iterator[Problem]:
-        """A token cannot visit more experts, or groups of them, than there are."""
-        if self.top_k > self.experts:
-            yield Problem(("top_k",), f"{self.top_k} is more than the {self.experts} experts", "write fewer")
-        if self.top_groups > self.groups:
-            yield Problem(("top_groups",), f"{self.top_groups} is more than the {self.groups} groups", "write fewer")
-        elif self.experts % self.groups:
-            yield Problem(
-                ("groups",), f"{self.groups} does not divide the {self.experts} experts", "write a divisor of them"
-            )
-        elif self.groups > 1 and self.experts // self.groups < 2:
-            yield Problem(("groups",), "a group is chosen by its two best experts, and has only one", "write fewer")
-        elif self.groups > 1 and self.top_k > self.top_groups * (self.experts // self.groups):
-            yield Problem(
-                ("top_k",),
-                f"{self.top_k} is more than the {self.top_groups * (self.experts // self.groups)} experts of "
-                f"{self.top_groups} groups",
-                "write fewer, or more `top_groups`",
-            )
-        if self.score_bias and self.scores != "sigmoid":
-            yield Problem(("score_bias",), "is for scores that are independent", "write `scores: sigmoid`")
 
 
 class ModelConfig(Section):
@@ -253,22 +125,30 @@ class ModelConfig(Section):
     kv_heads: PositiveInt = Field(description="Key and value heads", examples=[8])
     head_dim: PositiveInt = Field(description="Width of one head", examples=[128])
     ffn: PositiveInt | None = Field(
-        None, description="Inner width of the feed-forward block; with `moe`, of its `dense_first` layers"
+        None, description="Inner width of the feed-forward block; with `moe`, of the layers without experts"
     )
     vocab_size: PositiveInt = Field(description="Rows of the embedding", examples=[128256])
     max_positions: PositiveInt = Field(description="Longest sequence the model is made for", examples=[8192])
     norm: Literal["rms", "layer"] = Field(description="Normalisation")
     norm_eps: PositiveFloat = Field(description="Epsilon of the normalisation")
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = Field(
-        description="Activation of the feed-forward block; `relu2` is the square of relu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"] = Field(
+        description="Activation of the feed-forward block; `relu2` is the square of relu, `clamped_swiglu` is "
+        "gpt-oss's: gate · sigmoid(swiglu_alpha · gate) · (up + 1)"
+    )
+    swiglu_alpha: PositiveFloat | None = Field(None, description="clamped_swiglu: what gates are multiplied by")
+    swiglu_limit: PositiveFloat | None = Field(
+        None, description="clamped_swiglu: gates are at most this, and ups within ± this"
     )
     gated: bool = Field(description="Gate and up projections (SwiGLU)")
     positions: Literal["rope", "learned"] = Field(description="Kind of positions")
     rope: Rope | None = Field(None, description="Rotary positions; needed where the family uses them")
     sliding_window: PositiveInt | None = Field(None, description="Attend to this many tokens back only; null: to all")
+    attention_chunk: PositiveInt | None = Field(
+        None, description="Attend within chunks of this many tokens only, counted from the first; null: to all"
+    )
     attention_pattern: Annotated[tuple[AttentionKind, ...], Field(strict=False, min_length=1)] | None = Field(
         None,
-        description="Which layers have the sliding window, from the first on and repeated; null: all of them",
+        description="Which layers have the sliding window or the chunks, from the first on and repeated; null: all",
         examples=[["window", "full"]],
     )
     query_scalar: PositiveInt | None = Field(
@@ -276,6 +156,12 @@ class ModelConfig(Section):
     )
     attention_soft_cap: PositiveFloat | None = Field(
         None, description="Scores stay between ± this, by tanh (attn_logit_softcapping); null: no bound"
+    )
+    attention_sinks: bool = Field(
+        False, description="Each head has a learned score that takes part in its softmax and has no value"
+    )
+    attention_temperature: AttentionTemperature | None = Field(
+        None, description="Queries of layers without positions (`rope.local_only`) grow with their place in the text"
     )
     logit_soft_cap: PositiveFloat | None = Field(
         None, description="Logits stay between ± this, by tanh (final_logit_softcapping); null: no bound"
@@ -288,6 +174,9 @@ class ModelConfig(Section):
     qk_norm_span: Literal["head", "projection"] = Field(
         "head", description="What `qk_norm` normalises: each head, or all heads of a token together"
     )
+    qk_l2_norm: bool = Field(
+        False, description="Divide rotated queries and keys by their root mean square, without weights"
+    )
     norm_placement: Literal["pre", "post", "both"] = Field(
         "pre", description="Normalise what enters attention and feed-forward block, what leaves them, or both"
     )
@@ -296,6 +185,9 @@ class ModelConfig(Section):
     moe: Moe | None = Field(None, description="A mixture of experts in place of the feed-forward block")
     mla: Mla | None = Field(None, description="Latent attention; needed where the family has it")
     init_std: PositiveFloat = Field(0.02, description="Standard deviation of fresh weights")
+    mtp_layers: NotNegativeInt = Field(
+        0, description="Layers after the last that each predict one token further; a recipe writes `train.mtp`"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -322,7 +214,23 @@ class ModelConfig(Section):
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of the feed-forward block."""
-        return self.moe is not None and layer >= self.moe.dense_first
+        if self.moe is None or layer < self.moe.dense_first:
+            return False
+        return (layer - self.moe.dense_first) % self.moe.every == self.moe.every - 1
+
+    @property
+    def embedding_at_both_ends(self) -> bool:
+        """Whether the last pipeline stage has the embedding too: as its head, or for multi-token prediction."""
+        return self.tied_embeddings or self.mtp_layers > 0
+
+    def with_mtp_layers(self, count: int) -> ModelConfig:
+        """Return the architecture with this many layers for multi-token prediction."""
+        return self if count == self.mtp_layers else self.model_copy(update={"mtp_layers": count})
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether a layer has a feed-forward block of its own and no experts."""
+        return self.moe is None or self.moe.dense_first > 0 or self.moe.every > 1
 
     def problems(self) -> Iterator[Problem]:
         """What the family and the sizes ask of each other."""
@@ -359,10 +267,21 @@ class ModelConfig(Section):
         yield from self._latent_problems()
         yield from self._feed_forward_problems()
 
+    def _sees_all(self, layer: int) -> bool:
+        pattern = self.attention_pattern
+        return pattern is not None and pattern[layer % len(pattern)] == "full"
+
     def layer_window(self, layer: int) -> int | None:
         """Return how many tokens back a layer attends to; None: to all."""
-        pattern = self.attention_pattern
-        return None if pattern is not None and pattern[layer % len(pattern)] == "full" else self.sliding_window
+        return None if self._sees_all(layer) else self.sliding_window
+
+    def layer_chunk(self, layer: int) -> int | None:
+        """Return how many tokens a chunk of a layer's attention has; None: it has no chunks."""
+        return None if self._sees_all(layer) else self.attention_chunk
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether a layer has rotary positions."""
+        return self.rope is not None and not (self.rope.local_only and self._sees_all(layer))
 
     def has_local_rope(self, layer: int) -> bool:
         """Whether a layer has the rotary base of layers with a window."""
@@ -372,13 +291,27 @@ class ModelConfig(Section):
         pattern = self.attention_pattern
         if self.rope is not None and self.rope.local_base is not None and self.sliding_window is None:
             yield Problem(("rope", "local_base"), "is for layers with a window, and there are none", "delete the line")
+        if self.sliding_window is not None and self.attention_chunk is not None:
+            yield Problem(("attention_chunk",), "`sliding_window` limits attention already", "keep one of them")
+        local_only = self.rope is not None and self.rope.local_only
+        if local_only and "full" not in (pattern or ()):
+            yield Problem(
+                ("rope", "local_only"), "no layer of `attention_pattern` sees all", "delete the line, or name some"
+            )
+        if self.attention_temperature is not None and not local_only:
+            yield Problem(
+                ("attention_temperature",), "is for layers without positions", "write `rope.local_only: true`"
+            )
         if pattern is None:
             return
-        if self.sliding_window is None:
-            yield Problem(("sliding_window",), "is missing: `attention_pattern` names layers that have it", "write it")
+        for kind, key in (("window", "sliding_window"), ("chunk", "attention_chunk")):
+            if kind in pattern and getattr(self, key) is None:
+                yield Problem((key,), "is missing: `attention_pattern` names layers that have it", "write it")
+            elif kind not in pattern and getattr(self, key) is not None:
+                yield Problem((key,), f"`attention_pattern` names no {kind}", "delete the line")
         shortest = shortest_pattern([pattern[layer % len(pattern)] for layer in range(self.layers)])
         if len(shortest) == 1:
-            hint = "delete `attention_pattern`" if shortest[0] == "window" else "delete it and `sliding_window`"
+            hint = "delete it and the window" if shortest[0] == "full" else "delete `attention_pattern`"
             yield Problem(("attention_pattern",), f"gives all {self.layers} layers the same attention", hint)
         elif shortest != pattern:
             yield Problem(
@@ -408,10 +341,20 @@ class ModelConfig(Section):
             yield Problem(("head_dim",), f"a head of `mla` is nope_dim + rope_dim = {width} wide", "delete the line")
         if self.kv_heads != self.heads:
             yield Problem(("kv_heads",), "latent attention has a key for each query head", "delete the line")
-        if self.sliding_window is not None:
-            yield Problem(("sliding_window",), "latent attention has no window", "delete the line")
+        for key in ("sliding_window", "attention_chunk"):
+            if getattr(self, key) is not None:
+                yield Problem((key,), "latent attention has no window", "delete the line")
+        if self.qk_l2_norm:
+            yield Problem(("qk_l2_norm",), "latent attention has norms of its own", "delete the line")
 
     def _feed_forward_problems(self) -> Iterator[Problem]:
+        for key in ("swiglu_alpha", "swiglu_limit"):
+            if self.activation == "clamped_swiglu" and getattr(self, key) is None:
+                yield Problem((key,), "is missing: `activation: clamped_swiglu` needs it", "gpt-oss has 1.702 and 7.0")
+            elif self.activation != "clamped_swiglu" and getattr(self, key) is not None:
+                yield Problem((key,), "is for `activation: clamped_swiglu`", "delete the line")
+        if self.activation == "clamped_swiglu" and not self.gated:
+            yield Problem(("activation",), "clamped_swiglu is for a block with a gate", "write another activation")
         experts = family_decoder(self.family) in _EXPERT_FAMILIES
         if experts and self.moe is None:
             yield Problem(
@@ -425,13 +368,13 @@ class ModelConfig(Section):
             )
         elif self.moe is None and self.ffn is None:
             yield Problem(("ffn",), "is missing", f"ffn: {4 * self.hidden}")
-        elif self.moe is not None and self.moe.dense_first >= self.layers:
-            yield Problem(
-                ("moe", "dense_first"), f"{self.moe.dense_first} leaves none of {self.layers} layers", "write fewer"
-            )
-        elif self.moe is not None and self.moe.dense_first and self.ffn is None:
-            yield Problem(("ffn",), "is missing: the first layers have no experts", f"ffn: {4 * self.hidden}")
-        elif self.moe is not None and not self.moe.dense_first and self.ffn is not None:
+        elif self.moe is not None and not any(map(self.has_experts, range(self.layers))):
+            key = "dense_first" if self.moe.dense_first >= self.layers else "every"
+            yield Problem(("moe", key), f"{getattr(self.moe, key)} leaves none of {self.layers} layers", "write fewer")
+        elif self.has_dense_layers and self.ffn is None:
+            first = "the first" if self.moe is not None and self.moe.dense_first else "some"
+            yield Problem(("ffn",), f"is missing: {first} layers have no experts", f"ffn: {4 * self.hidden}")
+        elif not self.has_dense_layers and self.ffn is not None:
             yield Problem(("ffn",), "is not read where every layer has experts", "write the width as `moe.ffn`")
 
 

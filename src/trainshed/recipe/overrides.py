@@ -1,13 +1,17 @@
 """`key.sub=value` on the command line, typed by the rules of the file.
 
 An override is written into the parsed file before it is checked, so an unknown key, a wrong type and a
-contradiction get the same messages, with the command line as their place.
+contradiction get the same messages, with the command line as their place. `Recipe.with_` in Python is the same with a
+value that is typed already.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from trainshed.errors import RecipeError
@@ -30,16 +34,60 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
     return recipe, cluster
 
 
-def apply_overrides(document: YamlDocument, overrides: Iterable[str], *, prefix: str = "") -> None:
+@dataclass(frozen=True)
+class Override:
+    """A value for one key, and where it was written."""
+
+    path: KeyPath
+    value: Any
+    origin: str
+
+    @property
+    def key(self) -> str:
+        """The key as people write it."""
+        return dotted_key(self.path)
+
+
+def apply_overrides(document: YamlDocument, overrides: Iterable[str | Override], *, prefix: str = "") -> None:
     """Write each override into the document; `prefix` is what errors show before the key (`cluster.`)."""
-    for text in overrides:
-        path, value_text = _split_override(text, prefix)
-        # The value stays out of it: it may be long, or a secret in the wrong place.
-        origin = f"command line: {prefix}{dotted_key(path)}=…"
-        _set_value(document, path, _read_value(value_text, origin), origin)
+    for written in overrides:
+        override = _read_override(written, prefix) if isinstance(written, str) else written
+        # A copy: a later override may write into it.
+        _set_value(document, override.path, deepcopy(override.value), override.origin)
+        document.places.overrides += (override,)
 
 
-def _split_override(text: str, prefix: str) -> tuple[KeyPath, str]:
+def python_override(key: str, value: Any) -> Override:
+    """Return the override of a key by a value of Python, as `Recipe.with_` takes it."""
+    path, _ = _split_override(f"{key}=", "", where="with_")
+    return Override(path, plain_value(value), f"with_: {dotted_key(path)}=…")
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value of Python as YAML has it: paths as text, sections and tuples as mappings and lists."""
+    from trainshed.recipe.load import to_plain
+    from trainshed.recipe.section import Section
+
+    if isinstance(value, Section):
+        return to_plain(value, defaults=False)
+    if isinstance(value, dict):
+        return {key: plain_value(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(inner) for inner in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    # A scalar of numpy or torch, as a sweep over np.logspace has it.
+    return value.item() if hasattr(value, "item") and not isinstance(value, bool | int | float | str) else value
+
+
+def _read_override(text: str, prefix: str) -> Override:
+    path, value_text = _split_override(text, prefix)
+    # The value stays out of it: it may be long, or a secret in the wrong place.
+    origin = f"command line: {prefix}{dotted_key(path)}=…"
+    return Override(path, _read_value(value_text, origin), origin)
+
+
+def _split_override(text: str, prefix: str, where: str = "command line") -> tuple[KeyPath, str]:
     steps: list[KeyStep] = []
     position = 0
     while True:
@@ -56,7 +104,7 @@ def _split_override(text: str, prefix: str) -> tuple[KeyPath, str]:
         position += 1
     raise RecipeError(
         f"`{prefix}{text}` is not an override",
-        where="command line",
+        where=where,
         hint="write key.sub=value, e.g. train.steps=100",
     )
 
@@ -124,6 +172,8 @@ def _long_form(path: KeyPath, value: Any) -> dict[str, Any]:
         return {"name": value}
     if path == ("data",) and value == "synthetic":
         return {"synthetic": True}
+    if path == ("checkpoint",) and value == "off":
+        return {"save": False}
     return {}
 
 

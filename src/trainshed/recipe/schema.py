@@ -1,20 +1,21 @@
 """The recipe as a whole, its smaller sections, and what the sections ask of each other.
 
-`model`, `data`, `train`, `layout`, `budgets`, `export` and `serve` have modules of their own. The others are here:
-`engine`, `checkpoint`, `observe`, `resources` and `elastic`.
+`model`, `data`, `train`, `layout`, `budgets`, `export`, `eval` and `serve` have modules of their own. The others are
+here: `engine`, `checkpoint`, `observe`, `resources` and `elastic`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+import os
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from trainshed.plugins import PluginSource, load_plugins, registered_names
 from trainshed.recipe.budgets import Budgets
 from trainshed.recipe.data import CHAT_KEYS, SAMPLE_COLUMNS, DataSection, SampleFormat, SourceKeys, expand_data
+from trainshed.recipe.evaluation import Evaluation, evaluation_problems
 from trainshed.recipe.exporters import (
     MlflowExperiment,
     PrometheusServer,
@@ -25,6 +26,7 @@ from trainshed.recipe.exporters import (
 from trainshed.recipe.layout import LayoutSection
 from trainshed.recipe.model import ModelConfig, ModelSection, TokenizerSection, TrainedTokenizer
 from trainshed.recipe.notify import Notifications
+from trainshed.recipe.overrides import Override
 from trainshed.recipe.profile import Profile
 from trainshed.recipe.registered import (
     EngineArgument,
@@ -44,7 +46,8 @@ from trainshed.recipe.section import (
 )
 from trainshed.recipe.serving import Export, Serve
 from trainshed.recipe.train import TrainSection, lora_problems
-from trainshed.recipe.yaml_io import KeyPath, SourceMap
+from trainshed.recipe.written_file import WrittenFile
+from trainshed.recipe.yaml_io import KeyPath
 
 
 class Engine(Section):
@@ -54,7 +57,8 @@ class Engine(Section):
     image: Text | None = Field(None, description="Container image, by digest", examples=["nvcr.io/…@sha256:…"])
     version: Text | None = Field(
         None,
-        description="A foreign engine's version, whose arguments are written; left out: the newest that is known here",
+        description="A foreign engine's version, whose arguments are written; left out: that of an image known here "
+        "or a stated default (Megatron-LM 0.16.1, torchtune 0.6.1)",
         examples=["0.16.1"],
     )
     program: Text | None = Field(
@@ -88,6 +92,10 @@ class BestCheckpoint(Section):
 class Checkpoint(Section):
     """When the state is saved, how many are kept, what a start does with those that are there."""
 
+    save: bool = Field(
+        True,
+        description="false, or `checkpoint: off`: no checkpoint at all, not even at the end, for a benchmark",
+    )
     every: PositiveInt | None = Field(500, description="Steps between two checkpoints; null: only at the end")
     keep: PositiveInt | None = Field(3, description="Number of checkpoints kept; null: all")
     best: BestCheckpoint | None = Field(
@@ -110,6 +118,14 @@ class Checkpoint(Section):
     def kept(self) -> int | None:
         """How many checkpoints a run keeps at most: the newest ones and the best; None: all."""
         return None if self.keep is None else self.keep + (self.best is not None)
+
+    def problems(self) -> Iterator[Problem]:
+        """What is about checkpoints that are never written."""
+        for key in ("best", "to"):
+            if not self.save and getattr(self, key) is not None:
+                yield Problem((key,), "no checkpoint is written (`save: false`)", "delete one of the two")
+        if not self.save and self.resume == "must":
+            yield Problem(("resume",), "no checkpoint is written (`save: false`)", "delete one of the two")
 
 
 OWN_EXPORTERS = ("tensorboard", "dllogger", "prometheus", "wandb", "mlflow", "trackio")
@@ -187,13 +203,18 @@ class Elastic(Section):
     spares: NotNegativeInt = Field(0, description="Nodes held in the allocation to stand in for bad ones")
 
 
+def expand_checkpoint(value: Any) -> Any:
+    """Let `checkpoint: off` stand for `checkpoint: {save: false}`."""
+    return {"save": False} if value == "off" else value
+
+
 def expand_engine(value: Any) -> Any:
     """Let `engine: torch` stand for `engine: {name: torch}`."""
     return {"name": value} if isinstance(value, str) else value
 
 
 FORMAT_VERSION = 1
-RESERVED_KEYS = ("eval", "engine_options")
+RESERVED_KEYS = ("engine_options",)
 """Top-level keys that later versions will read; writing one today is an error, not a silence."""
 
 CHECKPOINT_DEFAULTS: dict[Any, dict[str, Any]] = {"torchtune": {"async": False}}
@@ -204,7 +225,7 @@ MAX_NAME_LENGTH = 40
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 
 
-class Recipe(Section):
+class Recipe(WrittenFile):
     """What to train: one file that carries a model from text to weights."""
 
     trainshed: Annotated[int, Field(ge=1, le=FORMAT_VERSION)] = Field(
@@ -234,7 +255,9 @@ class Recipe(Section):
             expand_engine, json_schema_input_type=Engine | Literal["torch", "megatron", "nemo", "torchtune"]
         ),
     ] = Field(default_factory=Engine, description="What steps the model: a name, or name, image and args")
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Saving and resuming")
+    checkpoint: Annotated[
+        Checkpoint, BeforeValidator(expand_checkpoint, json_schema_input_type=Checkpoint | Literal["off"])
+    ] = Field(default_factory=Checkpoint, description="Saving and resuming; off: no checkpoints")
     observe: Observe = Field(default_factory=Observe, description="What is written besides the run's events")
     budgets: Budgets | None = Field(
         None, description="How long each phase may last before a rank counts as stuck; left out: the defaults"
@@ -249,6 +272,7 @@ class Recipe(Section):
         None, description="Spare nodes, and with how few to go on; left out: all or nothing"
     )
     export: Export | None = Field(None, description="Weights to write when training has ended; left out: none")
+    eval: Evaluation | None = Field(None, description="What checkpoints are measured by; left out: by nothing")
     serve: Serve | None = Field(None, description="How the exported weights are served; left out: they are not")
     store: StoreAddress | None = Field(
         None, description="Where artefacts and runs are kept; left out: the cluster's store"
@@ -260,7 +284,17 @@ class Recipe(Section):
         examples=[["my_plugin"]],
     )
 
-    _places: SourceMap = PrivateAttr(default_factory=SourceMap)
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *overrides: str) -> Recipe:
+        """Load a recipe from a file, or a shipped one by name; overrides are `train.steps=100`, as in the shell."""
+        from trainshed.recipe.load import load_recipe
+
+        return load_recipe(path, overrides)
+
+    def _parse_again(self, text: str, overrides: Iterable[str | Override]) -> Recipe:
+        from trainshed.recipe.load import parse_recipe
+
+        return parse_recipe(text, overrides, source=self._places.source, folder=self.folder)
 
     @model_validator(mode="before")
     @classmethod
@@ -273,21 +307,6 @@ class Recipe(Section):
         if name not in CHECKPOINT_DEFAULTS or not isinstance(saving, dict):
             return given
         return given | {"checkpoint": CHECKPOINT_DEFAULTS[name] | saving}
-
-    def where(self, key: str) -> str:
-        """Return the place of a key for an error: `recipe.yaml:12 (data.train.0.path)`."""
-        steps = (int(step) if step.isdigit() else step for step in key.split("."))
-        return self._places.where(tuple(steps))
-
-    @property
-    def places(self) -> SourceMap:
-        """Return where each key was written."""
-        return self._places
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder of the recipe file; `script` paths are relative to it."""
-        return self._places.folder
 
     @property
     def plugin_sources(self) -> tuple[PluginSource, ...]:
@@ -309,6 +328,7 @@ class Recipe(Section):
             )
         yield from self._answer_problems()
         yield from self._phase_problems()
+        yield from self._saving_problems()
         if self.data.synthetic and self.train.epochs is not None:
             yield Problem(("train", "epochs"), "synthetic data has no end to pass", "write `steps` or `tokens`")
         steps = self._known_steps()
@@ -319,6 +339,8 @@ class Recipe(Section):
                 yield Problem(("observe", "profile", *problem.path), problem.what, problem.hint)
         if self.export is not None:
             yield from self._export_problems(self.export)
+        if self.eval is not None:
+            yield from evaluation_problems(self)
         if self.serve is not None:
             yield from self._serving_problems()
         if self.model.config is not None:
@@ -329,6 +351,10 @@ class Recipe(Section):
         """What a line of the data holds: as `data.format` says, or what the mode reads if it says nothing."""
         usual: dict[str, SampleFormat] = {"pretrain": "text", "finetune": "chat", "dpo": "preference"}
         return self.data.format or usual[self.train.mode]
+
+    def trained_architecture(self, config: ModelConfig) -> ModelConfig:
+        """Return what is trained of an architecture: with the layers of `train.mtp`."""
+        return config.with_mtp_layers(0 if self.train.mtp is None else self.train.mtp.layers)
 
     @property
     def document_mask(self) -> bool:
@@ -385,6 +411,27 @@ class Recipe(Section):
             for index, source in enumerate(phase.data.train if phase.data is not None else ()):
                 yield ("train", "phases", number, "data", "train", index), source
 
+    @property
+    def publishes(self) -> bool:
+        """Whether the export goes to a repository of the Hub."""
+        return self.export is not None and self.export.to is not None and self.export.to.startswith("hf://")
+
+    def _saving_problems(self) -> Iterator[Problem]:
+        if self.checkpoint.save:
+            return
+        if self.export is not None:
+            yield Problem(("export",), "no checkpoint is written (`checkpoint: off`)", "delete one of the two")
+        if self.train.phases is not None:
+            yield Problem(
+                ("train", "phases"),
+                "a phase goes on from a checkpoint, and none is written",
+                "delete `checkpoint: off`",
+            )
+        if self.elastic is not None:
+            yield Problem(
+                ("elastic",), "a run goes on with other nodes from a checkpoint, and none is written", "delete it"
+            )
+
     def _phase_problems(self) -> Iterator[Problem]:
         """What phases ask of the data and of the run."""
         if self.train.phases is not None and self.engine.name != "torch":
@@ -438,6 +485,9 @@ class Recipe(Section):
 
     def _export_problems(self, export: Export) -> Iterator[Problem]:
         """What becomes of adapters: a folder of PEFT's, or merged weights in any format; and averages that exist."""
+        if export.format == "gguf" and self.tokenizer is None:
+            like = self.model.from_ or "hf://org/name"
+            yield Problem(("tokenizer",), "is missing: a GGUF file carries its tokenizer", f"tokenizer: {like}")
         if export.weights == "ema" and self.train.ema is None:
             yield Problem(("export", "weights"), "the run averages no weights", "write `train.ema`, or delete it")
         if self.train.lora is None:
@@ -449,6 +499,8 @@ class Recipe(Section):
                 f"adapters are exported for PEFT, and there is no such format of {export.format}",
                 "write `merge: true` beside it, or `format: hf`",
             )
+        elif export.dtype == "fp8" and not export.merge:
+            yield Problem(("export", "dtype"), "adapters are not quantised", "write `merge: true` beside it, or bf16")
 
     def _serving_problems(self) -> Iterator[Problem]:
         assert self.serve is not None
@@ -463,7 +515,7 @@ class Recipe(Section):
                 "write `export: {merge: true}`, or `serve: {engine: torch}`",
             )
         if self.export is None or self.export.format != "hf":
-            reason = "the recipe exports no weights" if self.export is None else "Megatron's format is not served"
+            reason = "the recipe exports no weights" if self.export is None else f"{self.export.format} is not served"
             yield Problem(("serve",), f"there is nothing to serve: {reason}", "write `export: {format: hf}`")
         if self.tokenizer is None:
             like = self.model.from_ or "hf://org/name"
@@ -526,6 +578,11 @@ def fit_problems(recipe: Recipe, config: ModelConfig) -> Iterator[Problem]:
     if recipe.train.lora is not None and recipe.engine.name == "torch":
         for problem in lora_problems(recipe.train.lora, config):
             yield Problem(("train", "lora", *problem.path), problem.what, problem.hint)
+    if recipe.train.mtp is not None:
+        for problem in recipe.train.mtp.problems_of(config):
+            yield Problem(("train", "mtp", *problem.path), problem.what, problem.hint)
+    if config.mtp_layers:
+        yield Problem(("model", "config", "mtp_layers"), "a recipe says it by `train.mtp`", "delete the line")
     if recipe.train.moe is not None and config.moe is None:
         yield Problem(("train", "moe"), "the model has no experts", "delete it")
     elif recipe.train.moe is not None and recipe.train.moe.bias_update is not None and config.moe is not None:

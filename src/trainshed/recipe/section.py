@@ -110,8 +110,6 @@ def quantity_bytes(text: str) -> float:
     return float(number) * _QUANTITY_UNITS[text[len(number) :]]
 
 
-"""A size as Kubernetes writes it: `250Gi`."""
-
 _COUNT_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 

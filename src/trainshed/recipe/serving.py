@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -23,15 +24,45 @@ from trainshed.recipe.section import (
 class Export(Section):
     """What becomes of the trained weights; of a run with `train.lora`, its adapters become a folder of PEFT's."""
 
-    format: Literal["hf", "megatron"] = Field("hf", description="Format of the exported weights")
-    dtype: Literal["bf16", "fp32"] = Field("bf16", description="Their dtype")
+    format: Literal["hf", "megatron", "gguf"] = Field(
+        "hf", description="Format of the exported weights: transformers', Megatron's, or llama.cpp's single file"
+    )
+    dtype: Literal["bf16", "fp32", "fp16", "fp8", "q8_0"] = Field(
+        "bf16",
+        description="Their dtype; `fp8` of hf (compressed-tensors, a scale for each row), `fp16` and `q8_0` of gguf",
+    )
     merge: bool | None = Field(
         None, description="Of a run with `train.lora`: export the base with the adapters merged into it"
     )
     weights: Literal["trained", "ema"] = Field(
         "trained", description="The weights as trained, or those that `train.ema` has averaged"
     )
-    to: StoreAddress | None = Field(None, description="Where they go; left out: `export` in the run's folder")
+    to: StoreAddress | None = Field(
+        None,
+        description="Where they go; left out: `export` in the run's folder; hf://org/name publishes that on the Hub",
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """A format has its dtypes, and the Hub its names."""
+        if self.to is not None and self.to.startswith("hf://") and not _HUB_MODEL.fullmatch(self.to):
+            yield Problem(
+                ("to",), "weights are published as a model of the Hub", "write hf://org/name, without a revision"
+            )
+        if self.dtype not in EXPORT_DTYPES[self.format]:
+            yield Problem(
+                ("dtype",),
+                f"{self.format} is not written in {self.dtype}",
+                f"write {', '.join(EXPORT_DTYPES[self.format])}",
+            )
+
+
+_HUB_MODEL = re.compile(r"hf://(?!(?:datasets|spaces)/)[\w.-]+/[\w.-]+/?")
+EXPORT_DTYPES = {
+    "hf": ("bf16", "fp32", "fp8"),
+    "megatron": ("bf16", "fp32"),
+    "gguf": ("bf16", "fp16", "fp32", "q8_0"),
+}
+"""The dtypes that each format is written in."""
 
 
 ADAPTER_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"

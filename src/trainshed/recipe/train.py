@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from trainshed.recipe.model import ModelConfig
+from trainshed.recipe.model import ModelConfig, family_decoder
 from trainshed.recipe.optimizer import Ema, Optimizer, Spikes
 from trainshed.recipe.phases import TrainPhase, phase_problems
 from trainshed.recipe.registered import (
@@ -172,7 +172,7 @@ def lora_problems(lora: Lora, config: ModelConfig) -> Iterator[Problem]:
     if config.mla is not None:
         here = {"o_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
         here |= {"q_proj"} if config.mla.query_rank is None else {"q_a_proj", "q_b_proj"}
-    if moe is None or moe.shared_ffn or moe.dense_first:
+    if config.has_dense_layers or (moe is not None and moe.shared_ffn):
         here |= {*dense}
     if moe is not None:
         here.add("experts")
@@ -227,6 +227,18 @@ def score_bias_update(losses: MoeLosses | None, config: ModelConfig) -> float:
     return 0.001 if written is None else written
 
 
+class Mtp(Section):
+    """Multi-token prediction: layers after the last, each of which learns to predict one token further."""
+
+    layers: PositiveInt = Field(1, description="How many tokens further are predicted")
+    weight: PositiveFloat = Field(0.3, description="Factor of the mean of their losses")
+
+    def problems_of(self, config: ModelConfig) -> Iterator[Problem]:
+        """Yield why a model has no such layers; paths are within `train.mtp`."""
+        if family_decoder(config.family) != "deepseek_v3":
+            yield Problem((), f"the family {config.family} has no layers for multi-token prediction", "delete it")
+
+
 class TrainSection(Section):
     """The training itself."""
 
@@ -258,6 +270,11 @@ class TrainSection(Section):
     ) = Field(None, description="What is minimised: a name, or name and options; left out: cross entropy")
     z_loss: NotNegativeFloat = Field(0.0, description="Factor of the z-loss on the logits")
     moe: MoeLosses | None = Field(None, description="Losses of the router, for models with experts")
+    mtp: Mtp | None = Field(
+        None,
+        description="Multi-token prediction (DeepSeek-V3); its layers are those of `model.from`, or fresh ones where "
+        "it has none; left out: the model is trained without them",
+    )
     dropout: Fraction = Field(0.0, description="Dropout of the residual stream (Megatron and NeMo: of attention too)")
     non_finite: Literal["stop", "skip"] = Field(
         "stop", description="At a non-finite loss or gradient: stop, or skip the step"
@@ -316,6 +333,12 @@ class TrainSection(Section):
                 "muon makes the update of a whole matrix orthogonal, and adapters are the two factors of one",
                 "write `name: adamw`, or delete `lora`",
             )
+        if self.mtp is not None:
+            if self.mode != "pretrain" or self.lora is not None:
+                why = "adapters do not train its layers" if self.lora is not None else f"`mode: {self.mode}` has none"
+                yield Problem(("mtp",), f"multi-token prediction is for pretraining: {why}", "delete it")
+            elif registered_class("loss", self.loss.name if self.loss is not None else None) is not None:
+                yield Problem(("mtp",), "a registered loss has its own terms", "delete it, or `loss`")
         if self.lora is not None and self.ema is not None:
             yield Problem(("ema",), "whole weights are averaged, and `lora` trains adapters", "delete it, or `lora`")
         if self.schedule.min_lr > self.optimizer.lr:

@@ -166,7 +166,8 @@ def nearest_key(kind: type[BaseModel], path: KeyPath) -> KeyPath | None:
     here = sibling_keys(kind, parent)
     in_reach = [known for known in known_keys(kind) if ELEMENT not in known or known[: len(parent)] == parent]
     everywhere = sorted(in_reach, key=lambda known: ELEMENT in known)  # a key of a list is rarely the one that is meant
-    close = difflib.get_close_matches(wanted, here, n=1, cutoff=0.8)
+    # Two or three letters are near to many others: `train.tp` is `layout.tp`, not `train.mtp`.
+    close = difflib.get_close_matches(wanted, here, n=1, cutoff=0.8 if len(wanted) > 3 else 0.9)
     if close:
         return (*parent, close[0])
     foreign = FOREIGN_NAMES.get(wanted)

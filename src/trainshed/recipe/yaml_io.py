@@ -14,12 +14,15 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from trainshed.errors import RecipeError
 from trainshed.plugins import PluginSource
+
+if TYPE_CHECKING:
+    from trainshed.recipe.overrides import Override
 
 Scalar = None | bool | int | float | str
 
@@ -89,6 +92,10 @@ class SourceMap:
     values: dict[KeyPath, SourcePosition] = field(default_factory=dict, compare=False, repr=False)
     plugins: tuple[PluginSource, ...] = field(default=(), compare=False, repr=False)
     """The source of the plugins that the file names."""
+    text: str | None = field(default=None, compare=False, repr=False)
+    """What the file said; None for what was made in Python."""
+    overrides: tuple[Override, ...] = field(default=(), compare=False, repr=False)
+    """What was written over it since, in order."""
 
     def where(self, path: KeyPath) -> str:
         """Describe the place of a key: `recipe.yaml:12 (train.optimizer.lr)`.
@@ -137,8 +144,8 @@ def dotted_key(path: Iterable[KeyStep]) -> str:
 
 
 def _shows_key(source: str, dotted: str) -> bool:
-    """Tell whether an override (`command line: cluster.nodes.max=4`) already shows the key."""
-    return source.removeprefix("command line: ").removeprefix("cluster.").startswith(f"{dotted}=")
+    """Tell whether an override (`command line: cluster.nodes.max=4`, `with_: train.steps=…`) already shows the key."""
+    return source.partition(": ")[2].removeprefix("cluster.").startswith(f"{dotted}=")
 
 
 _TAG = "tag:yaml.org,2002:"

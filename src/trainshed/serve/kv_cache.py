@@ -8,7 +8,6 @@ sequence, not pages of a fixed size.)
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 from trainshed.errors import InputError
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
+from trainshed.this_machine import memory_bytes
 
 # For what steps need besides weights and cache: activations of a prefill chunk, logits, CUDA graphs.
 _GPU_SHARE_KEPT_FREE = 0.12
@@ -130,7 +130,7 @@ def _available_bytes() -> float:
     if _MEMINFO.exists():
         lines = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return memory_bytes()
 
 
 def _container_bytes() -> float:

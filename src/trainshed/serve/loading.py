@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ from trainshed.checkpoints.weights import Weights, stored_dtype
 from trainshed.data.prompts import chat_format
 from trainshed.data.tokens.manifest import read_token_manifest
 from trainshed.data.tokens.token_source import RunTokens
-from trainshed.errors import InputError, NotFound
-from trainshed.models.cached_decoder import put_gates_first
+from trainshed.errors import InputError, NotFound, TokenizerError
+from trainshed.models.cached_decoder import CachedDecoder, SequenceSpan, per_sequence_attention, put_gates_first
 from trainshed.models.collectives import ParallelAxes
 from trainshed.models.decoder import DecoderStage, DecoderStageSpec, LossNormalization, Regularization
 from trainshed.models.parameters import parameter_count, parameters
@@ -49,7 +49,9 @@ from trainshed.recipe import ModelConfig, Recipe, load_recipe
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, step_number, store_of
 from trainshed.serve.adapters import AdapterBank, refuse_unserved
+from trainshed.serve.generate import GenerationOutput, generate_text
 from trainshed.serve.kv_cache import choose_limits
+from trainshed.serve.request import SamplingParams
 from trainshed.serve.scheduler import ModelGenerator, OutputText
 from trainshed.serve.tokenizer import ChatTokenizer
 from trainshed.storage import StoreOptions, open_folder, parse
@@ -84,6 +86,60 @@ class LoadedModel:
     def config(self) -> ModelConfig:
         """The architecture."""
         return self.decoder.config
+
+    def encode(self, prompt: str | Sequence[int], *, chat: bool = False) -> list[int]:
+        """Return the tokens of a prompt; with `chat` it is what a user says, in the words of the chat template."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise TokenizerError(
+                "there is no tokenizer beside these weights",
+                where=self.address,
+                hint="name one: `--tokenizer FOLDER` (or hf://org/name); in Python `load_model(…, tokenizer=…)`",
+            )
+        return (
+            self.tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else self.tokenizer.encode(prompt)
+        )
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        chat: bool = False,
+        max_tokens: int = 64,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> GenerationOutput:
+        """Go on with a text or with token ids, or answer in a chat; by default always the likeliest token."""
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop=tuple(stop),
+            ignore_eos=ignore_eos,
+        )
+        return generate_text(self, self.encode(prompt, chat=chat), sampling)
+
+    def logits(self, prompt: str | Sequence[int]) -> torch.Tensor:
+        """Return what the model gives each token of the vocabulary after each token of a prompt, in fp32: [S, V]."""
+        tokens = self.encode(prompt)
+        if not 0 < len(tokens) <= self.config.max_positions:
+            raise InputError(
+                f"{len(tokens):,} tokens, and {self.name} takes 1 to {self.config.max_positions:,}",
+                hint="cut the prompt into parts",
+            )
+        with torch.inference_mode():
+            rows = torch.tensor([tokens, range(len(tokens))], device=self.decoder.spec.device)
+            ids, positions = rows.unbind(0)
+            cached = CachedDecoder(self.decoder, len(tokens))
+            attention = per_sequence_attention([SequenceSpan(0, len(tokens), 0, len(tokens))])
+            return cached.logits(cached.hidden(ids, positions, positions, attention))
 
     def generator(
         self,
@@ -193,6 +249,7 @@ def load_model(
 
 def build_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderStage:
     """Build a whole decoder on the meta device, with its tables of positions on the real one."""
+    config = config.with_mtp_layers(0)  # an answer is computed by the layers before
     spec = DecoderStageSpec(range(config.layers), True, True, config.max_positions, dtype, device)
     normalization = LossNormalization(torch.ones(()), torch.ones(()))
     with torch.device("meta"):
@@ -318,7 +375,7 @@ def _compare_vocabularies(chat_tokenizer: ChatTokenizer | None, config: ModelCon
 def _load_weights(weights: Weights, dtype: torch.dtype, device: torch.device, reporter: Reporter) -> DecoderStage:
     """Read every tensor onto the device."""
     decoder = build_decoder(weights.config, dtype, device)
-    table = list(parameters(weights.config))
+    table = list(parameters(decoder.config))
     state: dict[str, torch.Tensor] = {}
     total = sum(parameter.size * dtype.itemsize for parameter in table)
     with reporter.task("loading", total=total, unit="B") as task, ThreadPoolExecutor(_READ_THREADS) as pool:

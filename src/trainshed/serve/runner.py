@@ -61,11 +61,14 @@ class ModelRunner:
         self._cached_decoder = CachedDecoder(decoder, limits.cache_tokens + 1)
         self.prefill_chunk_tokens = PREFILL_CHUNK_TOKENS.get(self.device.type, PREFILL_CHUNK_TOKENS["cpu"])
         self.on_gpu = self.device.type == "cuda"
-        changed_scores = any(attention_rule(self.config, layer).needs_scores for layer in range(self.config.layers))
+        rules = [attention_rule(self.config, layer) for layer in range(self.config.layers)]
+        changed_scores = any(rule.needs_scores for rule in rules)
+        has_chunks = any(rule.chunk is not None and rule.chunk < limits.max_length for rule in rules)
         # Latents are wider than the heads that this kernel takes.
         self._flash = (
             self.config.mla is None
             and not changed_scores
+            and not has_chunks
             and supports_flash(self.config.head_dim, decoder.spec.dtype, self.device)
         )
         self._graphs: dict[tuple[int, bool], _DecodeGraph] = {}
@@ -77,14 +80,24 @@ class ModelRunner:
             dtype = str(decoder.spec.dtype).removeprefix("torch.")
             reporter.note(
                 "answers come kernel by kernel, not as CUDA graphs: these need an NVIDIA GPU, bfloat16 (or float16 "
-                "where there are no experts), heads in steps of 8, scores without a soft cap and no latent attention; "
+                "where there are no experts), heads in steps of 8, scores without a soft cap or sinks, sequences "
+                "within one chunk of attention and no latent attention; "
                 f"the model is {dtype} with heads of {self.config.head_dim}"
-                + (" and scores that are changed" if changed_scores else " (try --dtype bf16)")
+                + (
+                    " and scores that are changed"
+                    if changed_scores
+                    else " and chunks of attention"
+                    if has_chunks
+                    else " (try --dtype bf16)"
+                )
             )
 
-    def prefill(self, scheduled: Sequence[ScheduledTokens]) -> torch.Tensor:
-        """Run tokens of prompts: hidden states [T, H], one sequence after the other."""
-        if len(scheduled) > 1 and not self.on_gpu:
+    def prefill(self, scheduled: Sequence[ScheduledTokens], *, together: bool = False) -> torch.Tensor:
+        """Run tokens of prompts: hidden states [T, H], one sequence after the other.
+
+        With `together` a CPU, too, runs all of them in one pass. The bits of a sequence then depend on the others.
+        """
+        if len(scheduled) > 1 and not self.on_gpu and not together:
             return torch.cat([self.prefill([part]) for part in scheduled])
         tokens = [token for part in scheduled for token in part.tokens]
         positions = [part.position + i for part in scheduled for i in range(len(part.tokens))]

@@ -71,14 +71,18 @@ class ChatTokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the tokens of a conversation with the generation prompt; raises `InputError`."""
+        text = self.chat_text(messages, add_generation_prompt=True)
+        return self.tokenizer.backend.encode(text, add_special_tokens=False).ids
+
+    def chat_text(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+        """Return a conversation as the chat template writes it; raises `InputError`."""
         if self._template is None:
             raise InputError(
                 "this model's tokenizer has no chat template",
                 where=self.tokenizer.address,
                 hint="ask it to go on with a text instead, or put a chat_template.jinja beside its tokenizer",
             )
-        text = self._template.render(messages, add_generation_prompt=True).text
-        return self.tokenizer.backend.encode(text, add_special_tokens=False).ids
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt).text
 
     @cached_property
     def _template(self) -> ChatTemplate | None:

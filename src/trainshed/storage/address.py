@@ -2,7 +2,7 @@
 
     s3://bucket/path        gs://bucket/path        az://account/container/path
     hf://[datasets/|spaces/]org/name[@revision][/path]
-    http(s)://host/path     file:///path            plain/path, /plain/path, ~/plain/path
+    http(s)://host/path     file:///path            plain/path, /plain/path, ~/plain/path, on Windows C:/plain/path
 
 The path may hold glob characters; nothing here looks at a disk or a network.
 """
@@ -32,6 +32,9 @@ _MISTAKEN_SCHEMES = {
     "huggingface": "hf://org/name or hf://datasets/org/name",
 }
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+")
+HAS_DRIVES = os.name == "nt"
+"""Whether paths begin with the letter of a drive, and may have backslashes: on Windows."""
+_DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -62,7 +65,7 @@ def parse(text: str) -> Address:
         raise AddressError("an empty address", hint="write a path or one of " + _examples())
     if any(ord(character) < 32 or ord(character) == 127 for character in text):
         raise AddressError("an address with a control character", where=repr(text), hint="remove it")
-    match = _SCHEME.match(text)
+    match = None if HAS_DRIVES and _DRIVE.match(text) else _SCHEME.match(text)
     if match is None:
         scheme, colon, rest = text.partition(":")
         if colon and scheme.lower() in SCHEMES:
@@ -110,6 +113,10 @@ def _examples() -> str:
 
 def _local_address(text: str) -> Address:
     text = os.path.expanduser(text)
+    if HAS_DRIVES:
+        text = text.replace("\\", "/")
+        if _DRIVE.match(text):
+            return Address("file", text[:3], _tidy(text[3:]))
     return Address("file", "/" if text.startswith("/") else ".", _tidy(text))
 
 
@@ -124,7 +131,10 @@ def _file_url(text: str, rest: str, slashes: int) -> Address:
         raise AddressError(
             "a file:// address names a host", where=text, hint="write file:///absolute/path or a plain path"
         )
-    return Address("file", "/", _tidy(unquote(path)))
+    path = unquote(path)
+    if HAS_DRIVES and _DRIVE.match(path):
+        return _local_address(path)
+    return Address("file", "/", _tidy(path))
 
 
 def _http_address(text: str, scheme: str, rest: str) -> Address:

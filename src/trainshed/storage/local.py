@@ -7,7 +7,6 @@ hidden temporary file that no listing shows.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import stat
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trainshed.errors import AccessDenied, AddressError, Conflict, NoSpace, NotFound, StorageError, TrainshedError
+from trainshed.file_locks import lock_file, sync_folder
 from trainshed.storage.address import join
 from trainshed.storage.store import ABANDONED_SECONDS, ABSENT, CHUNK_BYTES, ObjectInfo
 
@@ -149,7 +149,7 @@ class LocalStore:
             opened = self._opened(temporary)
         with opened as handle:
             with suppress(OSError):  # some network mounts know no locks; see ABANDONED_SECONDS
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(handle, wait=False)
             try:
                 yield handle  # type: ignore[misc]
             finally:
@@ -220,7 +220,7 @@ def _remove_abandoned(folder: Path, older_than_seconds: float) -> None:
                 continue
             with suppress(OSError), open(entry.path, "rb") as handle:
                 if time.time() - os.fstat(handle.fileno()).st_mtime > older_than_seconds:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    lock_file(handle, wait=False)
                     os.unlink(entry.path)
 
 
@@ -255,17 +255,13 @@ def _walk(folder: Path, prefix: str, above: frozenset[tuple[int, int]]) -> Itera
 @contextmanager
 def _folder_lock(folder: Path) -> Iterator[None]:
     with (folder / _LOCK_NAME).open("ab") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        lock_file(handle)
         yield
 
 
 def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with suppress(OSError):  # FUSE mounts refuse fsync on folders; their rename is as durable as it gets
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with suppress(OSError):  # FUSE mounts refuse fsync on folders; their rename is as durable as it gets
+        sync_folder(folder)
 
 
 def _stat_or_none(path: Path) -> os.stat_result | None:

@@ -1,12 +1,11 @@
 """Locks on a local disk, and who holds them: of two processes that make one artefact, one waits and says for whom.
 
-Locks are the kernel's (flock): the kernel drops a lock with its holder, however that ends. Who holds it is
+Locks are the kernel's (`file_locks.py`): the kernel drops a lock with its holder, however that ends. Who holds it is
 written into the lock's file or beside it, and counts only while the lock is held.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import orjson
 
+from trainshed.file_locks import lock_file
 from trainshed.reporting import SILENT, Reporter
 
 
@@ -134,7 +134,7 @@ def _silent_seconds(sign_of_life: Path | None) -> float:
 
 def _try_lock(descriptor: int) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(descriptor, wait=False)
     except BlockingIOError:
         return False
     except OSError:

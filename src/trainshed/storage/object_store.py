@@ -10,10 +10,10 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import obstore
@@ -165,7 +165,10 @@ UPLOAD_PART_BYTES, UNKNOWN_SIZE_PART_BYTES = 8 * 1024 * 1024, 16 * 1024 * 1024
 # How much of a part is kept when its connection breaks in the middle.
 _PROGRESS_BYTES = 1024 * 1024
 
+_BROKEN_ANSWER = "response body error"
+"""What obstore says of an answer that ends too early."""
 _process: int | None = None
+Answer = TypeVar("Answer")
 
 
 class ObjectStore:
@@ -206,14 +209,15 @@ class ObjectStore:
     def list_folders(self, prefix: str = "") -> builtins.list[str]:
         """The names of the folders directly below a folder, sorted."""
         prefix = prefix.strip("/")
-        with self._translated_errors(prefix):
-            answer = obstore.list_with_delimiter(self._client, prefix or None)
+        answer = self._ask(prefix, lambda: obstore.list_with_delimiter(self._client, prefix or None))
         return sorted(path.strip("/").rpartition("/")[2] for path in answer["common_prefixes"])
 
     def _list(self, prefix: str, after: str | None = None) -> Iterator[ObjectInfo]:
-        with self._translated_errors(prefix):
+        def listed() -> builtins.list[ObjectInfo]:
             pages = obstore.list(self._client, prefix or None, offset=after, chunk_size=1000)
-            infos = [_object_info(meta) for page in pages for meta in page]
+            return [_object_info(meta) for page in pages for meta in page]
+
+        infos = self._ask(prefix, listed)
         infos.sort(key=lambda info: info.path)
         for index, info in enumerate(infos):
             # Consoles mark a folder by an empty object 'folder/', which obstore shows without its slash.
@@ -239,8 +243,11 @@ class ObjectStore:
         """Write a small object in one request; with `expect`, only over what is expected."""
         if expect is None or expect == ABSENT:
             mode: Any = "overwrite" if expect is None else "create"
-            with self._translated_errors(path):
-                answer = obstore.put(self._client, path, data, mode=mode, use_multipart=False)
+            answer = self._ask(
+                path,
+                lambda: obstore.put(self._client, path, data, mode=mode, use_multipart=False),
+                repeated=expect is None,
+            )
         else:
             answer = self._put_over(path, data, expect)
         return ObjectInfo(path, len(data), answer["e_tag"] or "")
@@ -260,8 +267,7 @@ class ObjectStore:
     def delete(self, path: str) -> None:
         """Remove an object; removing what is not there is not an error."""
         try:
-            with self._translated_errors(path):
-                obstore.delete(self._client, path)
+            self._ask(path, lambda: obstore.delete(self._client, path))
         except NotFound as error:
             if "bucket" in error.what:
                 raise
@@ -276,6 +282,18 @@ class ObjectStore:
         _check_not_forked(where)
         with translated_errors(where, self._scheme), waiting(where):
             yield
+
+    def _ask(self, path: str, request: Callable[[], Answer], *, repeated: bool = True) -> Answer:
+        """Send a request again when its answer breaks off: obstore repeats it only up to the answer's first byte."""
+        for attempt in range(self._retry.attempts):
+            with self._translated_errors(path):
+                try:
+                    return request()
+                except BaseError as error:
+                    if _BROKEN_ANSWER not in str(error) or not repeated or attempt + 1 == self._retry.attempts:
+                        raise
+            self._retry.pause(attempt)
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _put_over(self, path: str, data: bytes, expect: str) -> Any:
         tag: dict[str, str | None] = {"e_tag": expect}

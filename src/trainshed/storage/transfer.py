@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -118,7 +119,8 @@ class CopyJournal:
         # A part by chance: a copy that was thought dead must not write into the segments of its successor.
         path = f"{JOURNAL_FOLDER}/{self._name}/{self._number:06d}-{os.urandom(4).hex()}.jsonl"
         lines = [json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records]
-        self._store.put(path, "".join(lines).encode(), expect=ABSENT)
+        with suppress(Conflict):  # nobody else has this name: our own write had arrived, and its answer was lost
+            self._store.put(path, "".join(lines).encode(), expect=ABSENT)
         return path
 
     def _read(self, path: str) -> dict[str, CopyRecord]:

@@ -1,5 +1,8 @@
 """The stages of a recipe in order, each skipped where its artefact is already proven; `run` carries it through all."""
 
+from trainshed.workflow.evaluate import EvaluationReport, evaluate
+from trainshed.workflow.evaluate_run import evaluate_run
+from trainshed.workflow.evaluator import EvaluationRequest, ModelLoading
 from trainshed.workflow.layout import automatic_layout, planned_layout, run_layout
 from trainshed.workflow.prepare import (
     PreparedRun,
@@ -27,6 +30,9 @@ from trainshed.workflow.run import (
 from trainshed.workflow.runnable import check_engine, check_runnable
 
 __all__ = [
+    "EvaluationReport",
+    "EvaluationRequest",
+    "ModelLoading",
     "PreparedRun",
     "RunStart",
     "TrainedRun",
@@ -36,6 +42,8 @@ __all__ = [
     "check_runnable",
     "check_trainable",
     "checkpoint_home",
+    "evaluate",
+    "evaluate_run",
     "find_start",
     "note_other_runs",
     "open_run",

@@ -28,7 +28,7 @@ from trainshed.plan.auto_layout import (
     machine_memory_gib,
     uncalibrated_notes,
 )
-from trainshed.plan.budget.budget import RunBudget
+from trainshed.plan.budget.budget import RunBudget, RunCost
 from trainshed.plan.layout import RankLayout, resolve_layout
 from trainshed.plan.legality import layout_problems
 from trainshed.plan.lora_shape import DOUBLE_QUANTIZED_NF4_BYTES, LoraShape, lora_shape
@@ -46,7 +46,7 @@ from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import StoreOptions, join, open_store, parse
 from trainshed.workflow.prepare import PreparedRun, store_options
-from trainshed.workflow.runnable import check_adapters, check_groups, check_loss, check_ranks
+from trainshed.workflow.runnable import check_adapters, check_export_format, check_groups, check_loss, check_ranks
 
 
 def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
@@ -56,7 +56,7 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
     """
     if spans := phase_spans(recipe):
         return _planned_phases(spans, cluster)
-    config = architecture(recipe) or weights_architecture(recipe, cluster)
+    config = recipe.trained_architecture(architecture(recipe) or weights_architecture(recipe, cluster))
     train, ramp = recipe.train, recipe.train.batch_ramp
     schedule = BatchSchedule(
         train.global_batch, BatchRampUp(ramp.start, ramp.increment, ramp.samples) if ramp is not None else None
@@ -321,6 +321,8 @@ class PlannedRun:
     predicted: Mapping[str, Any] | None = None
     phase_layouts: tuple[RankLayout, ...] = ()
     """The layout of each phase of `train.phases`."""
+    cost: RunCost | None = None
+    """Hours and dollars of the whole run; None where nothing is predicted."""
 
 
 def plan_on_cluster(
@@ -343,6 +345,7 @@ def plan_on_cluster(
         notes=(_headline(plan, plan.budget), *plan.notes),
         predicted=_predicted(plan, plan.budget),
         phase_layouts=check_phases(recipe, model, plan.chosen.layout),
+        cost=plan.budget.run,
     )
 
 
@@ -531,6 +534,7 @@ def planned_layout(
     check_adapters(recipe, model.config, chosen.layout)
     check_phases(recipe, model, chosen.layout)
     check_groups(recipe, model.config)
+    check_export_format(recipe, model.config)
     for warning in layout_warnings(chosen.layout, model.config, **asked):
         reporter.warn(warning)
     return chosen

@@ -85,9 +85,10 @@ class PreparedRun:
 
     @property
     def config(self) -> ModelConfig:
-        """The architecture; the recipe holds that of the base, which may have fewer rows."""
+        """The architecture; the recipe holds that of the base, which may have fewer rows, and no `train.mtp`."""
         assert self.recipe.model.config is not None, "preparing writes it out"
-        return self.recipe.model.config if self.added is None else self.added.grown(self.recipe.model.config)
+        config = self.recipe.trained_architecture(self.recipe.model.config)
+        return config if self.added is None else self.added.grown(config)
 
 
 def prepare_run(
@@ -143,9 +144,20 @@ def check_fit(recipe: Recipe, options: StoreOptions | None = None) -> Tokenizer 
     config = recipe.model.config or _announced_architecture(recipe, options)
     if config is not None:
         refuse_small_model(recipe, config, tokenizer)
+    if tokenizer is not None:  # one that is learned here is byte-level
+        refuse_tokenizer_of_export(recipe, tokenizer)
     # Raises where one is too long; a tokenizer that is learned comes later.
     encode_prompts(recipe, _with_added_tokens(recipe, tokenizer), options)
     return tokenizer
+
+
+def refuse_tokenizer_of_export(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer that a GGUF file cannot carry, before the model is trained."""
+    if recipe.export is None or recipe.export.format != "gguf":
+        return
+    from trainshed.checkpoints.gguf.tokenizer_keys import gguf_vocabulary
+
+    gguf_vocabulary({"tokenizer.json": tokenizer.json, "tokenizer_config.json": b"{}"}, tokenizer.vocab_size)
 
 
 def _with_added_tokens(recipe: Recipe, tokenizer: Tokenizer | None) -> Tokenizer | None:
@@ -306,7 +318,7 @@ def _with_architecture(recipe: Recipe, base: BaseWeights, tokenizer: Tokenizer |
     if recipe.model.config is not None:
         return recipe
     with base.open() as weights:
-        config = weights.config
+        config = weights.config.with_mtp_layers(0)  # the run has those of `train.mtp`
     refuse_small_model(recipe, config, tokenizer)
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
 
@@ -352,7 +364,8 @@ def save_recipe(recipe: Recipe, folder: Path) -> None:
     store = LocalStore(folder)
     store.put(RECIPE_FILE, to_yaml(recipe).encode())
     scripts = (source.script for _, source in recipe.sources())
-    for script in {name for name in (*scripts, recipe.data.template_file) if name}:
+    questions = recipe.eval.questions if recipe.eval is not None else None
+    for script in {name for name in (*scripts, recipe.data.template_file, questions) if name}:
         if not Path(script).is_absolute() and ".." not in Path(script).parts and (recipe.folder / script).is_file():
             store.put(script, (recipe.folder / script).read_bytes())
             shutil.copymode(recipe.folder / script, folder / script)

@@ -7,7 +7,6 @@ name, an artefact once its manifest is: whoever is killed on the way leaves some
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ import orjson
 from trainshed.checkpoints.native.folder import BEST, LATEST, checkpoints_folder, list_checkpoints
 from trainshed.data.tokens.token_source import RunTokens
 from trainshed.errors import InputError, TrainshedError
+from trainshed.file_locks import lock_file
 from trainshed.launch.local import LocalRun, holder_attempt, holder_text, local_runs, run_holder
 from trainshed.plugins import plugins_not_run
 from trainshed.recipe import load_recipe
@@ -260,7 +260,7 @@ def _is_being_made(folder: Path) -> bool:
     for file in (lock, *folder.glob(f"*{_PARTIAL}")):
         try:
             with file.open("rb") as opened:
-                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(opened, wait=False)
         except (FileNotFoundError, IsADirectoryError):
             continue
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The stages of a recipe on this machine, in order: fetch, prepare, train, export. Each is skipped where it is proven.
+"""The stages of a recipe on this machine, in order: fetch, prepare, train, export, eval. What is proven is skipped.
 
 `run` is what the command line calls, and what a program or a notebook can call. Before any work it finds the
 run's folder and refuses what could not train here or could not continue. Nothing is printed: progress goes to the
@@ -38,6 +38,8 @@ from trainshed.recipe.phase_spans import with_rope_base, written_steps
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_path, store_of
 from trainshed.storage import LocalStore, StoreOptions
+from trainshed.workflow.evaluate import EvaluationReport, check_eval_installed
+from trainshed.workflow.evaluate_run import EvaluationBesideTraining, evaluate_run
 from trainshed.workflow.layout import phase_layouts, planned_layout, weights_architecture
 from trainshed.workflow.prepare import (
     PreparedRun,
@@ -49,7 +51,7 @@ from trainshed.workflow.prepare import (
     store_options,
     store_root,
 )
-from trainshed.workflow.runnable import check_runnable
+from trainshed.workflow.runnable import check_export_installed, check_runnable
 from trainshed.workflow.stages import export_run
 
 if TYPE_CHECKING:
@@ -183,6 +185,9 @@ def check_trainable(recipe: Recipe, cluster: Cluster, *, keys: dict[str, object]
     if find_spec("torch") is None:
         raise MissingExtra.named("train", "training")
     check_installed(recipe.observe)
+    check_export_installed(recipe)
+    if recipe.eval is not None:
+        check_eval_installed(tasks=bool(recipe.eval.tasks))
     try:
         config = architecture(recipe) or weights_architecture(recipe, cluster)
     except RecipeError:
@@ -231,7 +236,6 @@ LayoutKeys = dict[str, object]
 EventListener = Callable[[dict[str, Any]], None]
 WatchTraining = Callable[[int], AbstractContextManager[EventListener]]
 """Given the number of steps, yields what to call with every event of the training."""
-"""Where a run keeps the cluster file that it was started with, for its ranks."""
 
 
 @dataclass(frozen=True)
@@ -253,6 +257,8 @@ class TrainedRun:
     """Why the run ended before its last step (`train.early_stop`); None where it did not."""
     best: dict[str, Any] | None = None
     """The step with the lowest validation loss, and that loss, where `checkpoint.best` keeps it."""
+    evaluation: EvaluationReport | None = None
+    """The scores of the run's weights, where the recipe has `eval`."""
 
     @property
     def steps_done(self) -> int:
@@ -297,19 +303,41 @@ def run(
     with _hold_run(recipe, cluster, id, reporter) as start:
         stages = StageRecorder(LocalStore(start.folder))
         prepared = prepare_run(recipe, cluster, id=start.id, workers=workers, reporter=reporter, stages=stages)
-        trained = _train_prepared(prepared, cluster, layout, reporter, watch)
-        if recipe.export is None or not trained.is_complete:
+        with EvaluationBesideTraining(prepared.recipe, prepared.folder, reporter) as beside:
+            watched = _also_told(watch, beside.on_event)
+            trained = _train_prepared(prepared, cluster, layout, reporter, watched)
+        if not trained.is_complete:
             return trained
-        with stages.stage("export") as outcome:
-            exported = export_run(
-                prepared.recipe,
-                prepared.folder,
-                reporter,
-                tokenizer=prepared.tokenizer,
-                options=store_options(cluster),
-            )
-            outcome.what = f"{exported}, proven"
-    return replace(trained, export=exported)
+        options = store_options(cluster)
+        if recipe.export is not None:
+            with stages.stage("export") as outcome:
+                exported = export_run(
+                    prepared.recipe, prepared.folder, reporter, tokenizer=prepared.tokenizer, options=options
+                )
+                outcome.what = f"{exported}, proven"
+            trained = replace(trained, export=exported)
+        if recipe.eval is not None:
+            with stages.stage("eval") as outcome:
+                evaluated = evaluate_run(prepared.recipe, prepared.folder, options=options, reporter=reporter)
+                outcome.what, outcome.skipped = evaluated.text(), not evaluated.computed
+            trained = replace(trained, evaluation=evaluated)
+    return trained
+
+
+def _also_told(watch: WatchTraining, listener: EventListener) -> WatchTraining:
+    """Let a second function follow the events of a training."""
+
+    @contextmanager
+    def both(steps: int) -> Iterator[EventListener]:
+        with watch(steps) as first:
+
+            def tell(event: dict[str, Any]) -> None:
+                first(event)
+                listener(event)
+
+            yield tell
+
+    return both
 
 
 def train(

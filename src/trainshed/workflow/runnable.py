@@ -11,15 +11,18 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
-from trainshed.errors import RecipeError
+from trainshed.errors import InputError, MissingExtra, RecipeError
 from trainshed.launch.job import JobFile
+from trainshed.models.export_support import check_float8, gguf_architecture
 from trainshed.models.parameter_groups import group_problems
 from trainshed.models.parameters import all_projections, lora_parameters, parameters
 from trainshed.plan import RankLayout
 from trainshed.recipe import Cluster, ModelConfig, Recipe
 from trainshed.recipe.cluster import check_cluster
+from trainshed.recipe.evaluation import VALIDATION, load_questions
 from trainshed.recipe.notify import WebhookSecret
 from trainshed.recipe.registered import registered_class
 from trainshed.recipe.secret_detection import find_secret
@@ -27,6 +30,7 @@ from trainshed.recipe.section import Problem
 from trainshed.recipe.train import NF4_BLOCK
 from trainshed.recipe.validation import recipe_error
 from trainshed.recipe.yaml_io import KeyPath
+from trainshed.storage.hub_upload import hub_token
 
 
 def check_runnable(recipe: Recipe, cluster: Cluster) -> None:
@@ -42,6 +46,7 @@ def check_runnable(recipe: Recipe, cluster: Cluster) -> None:
         *_secret_problems(recipe),
         *_tracker_problems(recipe, cluster),
         *_notify_problems(recipe, cluster),
+        *_evaluation_problems(recipe, cluster),
     ]
     if problems:
         raise recipe_error(problems, recipe.places)
@@ -101,6 +106,38 @@ def check_groups(recipe: Recipe, config: ModelConfig) -> None:
         raise recipe_error(problems, recipe.places)
 
 
+def check_publishing(recipe: Recipe, cluster: Cluster) -> None:
+    """Refuse an export to the Hub that the jobs of a cluster have no token for."""
+    if recipe.publishes and "HF_TOKEN" not in cluster.secrets:
+        raise RecipeError(
+            f"the jobs of {cluster.name} have no token to publish with",
+            where=recipe.where("export.to"),
+            hint="write `HF_TOKEN: {env: HF_TOKEN}` below `secrets` in the cluster file",
+        )
+
+
+def check_export_format(recipe: Recipe, config: ModelConfig) -> None:
+    """Refuse a model that cannot be exported as the recipe asks, before it is trained."""
+    export = recipe.export
+    if export is None:
+        return
+    try:
+        if export.format == "gguf":
+            gguf_architecture(config)
+        elif export.dtype == "fp8":
+            check_float8(config)
+    except InputError as error:
+        raise RecipeError(error.what, where=recipe.where(f"export.{error.where}"), hint=error.hint) from None
+
+
+def check_export_installed(recipe: Recipe) -> None:
+    """Refuse an export that this machine lacks a package for, before it is trained."""
+    if recipe.export is not None and recipe.export.format == "gguf" and find_spec("gguf") is None:
+        raise MissingExtra.named("gguf", "`export.format: gguf`")
+    if recipe.publishes:
+        hub_token()
+
+
 def check_plugins(recipe: Recipe, job: JobFile) -> None:
     """Raise where a node finds other plugins than those that the job was written with."""
     for source in recipe.plugin_sources:
@@ -149,11 +186,9 @@ def _engine_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _staging_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:
-    """Yield why tokens cannot be copied to the nodes; the adapters of foreign engines refuse it themselves."""
-    stage, path = recipe.data.stage, ("data", "stage")
-    if stage == "direct" or recipe.engine.name != "torch":
-        return
-    if stage != "nvme" or recipe.data.synthetic:
+    """Yield why tokens cannot be copied to the nodes; adapters of engines that cannot have it refuse it themselves."""
+    path = ("data", "stage")
+    if recipe.data.stage != "nvme" or recipe.data.synthetic or recipe.engine.name not in ("torch", "nemo"):
         return
     if cluster.node_disk is None:
         hosts = [volume.mount for volume in cluster.volumes if volume.host is not None]
@@ -278,8 +313,14 @@ def _addresses(recipe: Recipe) -> Iterator[tuple[KeyPath, str, bool]]:
         yield ("tokenizer",), recipe.tokenizer, False
     if recipe.checkpoint.to is not None:
         yield ("checkpoint", "to"), recipe.checkpoint.to, True
-    if recipe.export is not None and recipe.export.to is not None:
+    if recipe.export is not None and recipe.export.to is not None and not recipe.publishes:
         yield ("export", "to"), recipe.export.to, True
+    if recipe.eval is not None:
+        for number, tokens in enumerate(recipe.eval.perplexity or ()):
+            if tokens != VALIDATION:
+                yield ("eval", "perplexity", number), tokens, False
+        if recipe.eval.include_path is not None:
+            yield ("eval", "include_path"), recipe.eval.include_path, False
     adapters = recipe.serve.adapters if recipe.serve is not None else None
     yield from ((("serve", "adapters", name), address, False) for name, address in (adapters or {}).items())
 
@@ -367,6 +408,41 @@ def _notify_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:
     for number, entry in enumerate(recipe.notify or ()):
         if isinstance(entry.webhook, WebhookSecret):
             yield from _missing_secret(("notify", number, "webhook", "secret"), entry.webhook.secret, cluster)
+
+
+def _evaluation_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:
+    """Yield what `eval` asks for and the target cannot do, or what is not there to ask."""
+    section = recipe.eval
+    if section is None:
+        return
+    if section.questions is not None:
+        try:
+            load_questions(recipe.folder / section.questions)
+        except InputError as error:
+            yield Problem(("eval", "questions"), f"{error.where}: {error.what}", error.hint or "write the file")
+    if cluster.target == "local":
+        if section.every is not None and recipe.checkpoint.to is not None:
+            yield Problem(
+                ("eval", "every"),
+                "checkpoints in a bucket cannot be held while they are evaluated beside the training",
+                "delete `checkpoint.to`, or `eval.every`: the last checkpoint is evaluated in any case",
+            )
+        return
+    if section.every is not None and recipe.checkpoint.keep is not None:
+        yield Problem(
+            ("eval", "every"),
+            f"on {cluster.name} checkpoints are evaluated after training, and `checkpoint.keep: "
+            f"{recipe.checkpoint.keep}` has removed most of them by then",
+            "write `checkpoint.keep: null`, or delete `eval.every`",
+        )
+    if section.gpus and cluster.target != "slurm":
+        yield Problem(
+            ("eval", "gpus"),
+            f"a stage with GPUs is started as a training on {cluster.target}",
+            "write `gpus: 0`, or serve the export and ask the server: `trainshed eval RUN --url http://…`",
+        )
+    elif section.gpus and cluster.gpu_machine is None:
+        yield Problem(("eval", "gpus"), f"the nodes of {cluster.name} have no GPUs (machine: cpu)", "write `gpus: 0`")
 
 
 def check_notify_secrets(cluster: Cluster) -> None:

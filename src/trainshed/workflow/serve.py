@@ -10,6 +10,7 @@ from trainshed.catalog.gpus import find_gpu
 from trainshed.catalog.machines import Machine, find_machine
 from trainshed.errors import RecipeError
 from trainshed.launch.job import DEFAULT_PORT, ServingSpec, Stage
+from trainshed.launch.megatron_api import MODEL_VARIABLE
 from trainshed.launch.serving_engine import serving_engine
 from trainshed.plan.budget.storage import PlannedStorage, cluster_storage
 from trainshed.plan.model_shape import model_shape
@@ -19,6 +20,7 @@ from trainshed.recipe import Cluster, Recipe, Serve
 from trainshed.recipe.registered import registered_class
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
+from trainshed.run_folder import EXPORT
 
 SERVE_SCRIPT = "serve.sh"
 """The file that starts a server which is not ours."""
@@ -29,7 +31,7 @@ LEAST_STARTUP_SECONDS = 120
 _IMPORT_SECONDS = 60
 _UNKNOWN_READ_GB_PER_S = 0.2
 """Where no storage is named: a network disk that is busy."""
-_WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
+_WEIGHT_BYTES = {"bf16": 2, "fp32": 4, "fp16": 2, "fp8": 1, "q8_0": 2}
 # What weights may take of a GPU's memory; the rest is for keys and values, activations and the runtime.
 _MOST_OF_MEMORY = 0.9
 
@@ -37,7 +39,9 @@ _MOST_OF_MEMORY = 0.9
 def export_address(recipe: Recipe, run: str) -> str:
     """Return where a run's export goes."""
     to = recipe.export.to if recipe.export is not None else None
-    return f"{to.rstrip('/')}/{recipe.name}/{run.rsplit('/', 1)[-1]}" if to else f"{run}/export"
+    if to is None or to.startswith("hf://"):  # a repository of the Hub is given the export of the run's folder
+        return f"{run}/{EXPORT}"
+    return f"{to.rstrip('/')}/{recipe.name}/{run.rsplit('/', 1)[-1]}"
 
 
 def serve_stage(recipe: Recipe, cluster: Cluster, model: PlannedModel, machine: Machine | None, run: str) -> Stage:
@@ -82,12 +86,25 @@ def serve_script(recipe: Recipe, run: str) -> str:
     serve = recipe.serve
     assert serve is not None
     engine, key = serving_engine(serve.engine), serve.api_key
-    command = shlex.join(engine.command(recipe, export_address(recipe, run), drain_seconds=DRAIN_SECONDS))
+    words = engine.command(recipe, export_address(recipe, run), drain_seconds=DRAIN_SECONDS)
+    command = shlex.join([*words, *engine.job_arguments()])
     lines = ["#!/usr/bin/env bash", "set -euo pipefail"]
+    if engine.job_files():
+        lines += [
+            'folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
+            'export PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}"',
+            f"export {MODEL_VARIABLE}={shlex.quote(recipe.name)}",
+        ]
     if key is not None:
         lines.append(f'export {engine.key_variable}="${{{key}:?}}"')
     lines.append(f'exec {command} --port "${{TRAINSHED_PORT:-{DEFAULT_PORT}}}"')
     return "\n".join(lines) + "\n"
+
+
+def serve_files(recipe: Recipe, run: str) -> dict[str, str]:
+    """Return the files of a server that is not ours: its script, and what that needs."""
+    assert recipe.serve is not None
+    return {SERVE_SCRIPT: serve_script(recipe, run), **serving_engine(recipe.serve.engine).job_files()}
 
 
 def local_serve_command(recipe: Recipe, folder: str) -> str:
@@ -202,7 +219,7 @@ def _check_target(recipe: Recipe, cluster: Cluster, serve: Serve) -> None:
             hint=f"write `{serve.api_key}: {{env: {serve.api_key}}}` below `secrets` in the cluster file",
         )
     to = recipe.export.to if recipe.export is not None else None
-    if to is not None and ("://" in to or not Path(to).is_absolute()):
+    if to is not None and not recipe.publishes and ("://" in to or not Path(to).is_absolute()):
         raise RecipeError(
             f"a server reads its weights from a path that its node mounts, and the export goes to {to}",
             where=recipe.where("export.to"),

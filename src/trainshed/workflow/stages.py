@@ -8,8 +8,11 @@ stages write the files that it reads, under fixed names in the run's folder; `en
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -17,15 +20,19 @@ from trainshed.catalog import architecture, find_gpu
 from trainshed.catalog.machines import find_machine
 from trainshed.catalog.table import is_path
 from trainshed.checkpoints.base import BaseWeights
+from trainshed.checkpoints.foreign import find_damage, list_foreign, newest_torchtune
 from trainshed.checkpoints.formats import TargetFormat, detect_format
+from trainshed.checkpoints.megatron.retention import LATEST_ITERATION
+from trainshed.checkpoints.mirror import FOLLOW_SECONDS, fetch_checkpoints, follow_checkpoints, upload_checkpoints
 from trainshed.data.artefacts import DataArtefacts
 from trainshed.data.prompts import chat_format
 from trainshed.data.tokenize.tokenizer import TOKENIZER_FILES, Tokenizer
 from trainshed.data.tokens.token_source import TokenSource
 from trainshed.engines.launch import WATCH_FOLDER, losses_rank
 from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
-from trainshed.errors import InputError, NotFound, TrainshedError
+from trainshed.errors import CorruptData, InputError, NotFound, TrainshedError
 from trainshed.launch.attempt import read_job_plan
+from trainshed.launch.image_proof import prove_own_image
 from trainshed.launch.job import JobFile
 from trainshed.observe.exporters import check_installed
 from trainshed.observe.run_facts import EngineRun
@@ -33,8 +40,10 @@ from trainshed.observe.stages import StageOutcome, StageRecorder, recorded_stage
 from trainshed.observe.watch_node import shipped_files
 from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe, to_plain
 from trainshed.reporting import SILENT, Reporter
-from trainshed.run_folder import CLUSTER_FILE, ENGINE, ENGINE_RUN_FILE, RECIPE_FILE
+from trainshed.run_folder import CHECKPOINTS, CLUSTER_FILE, ENGINE, ENGINE_RUN_FILE, RECIPE_FILE
+from trainshed.signals import StopSignals, exit_code_of
 from trainshed.storage import LocalStore, StoreOptions, copy_tree, join, open_folder, parse
+from trainshed.workflow.evaluate import check_eval_installed
 from trainshed.workflow.layout import weights_architecture
 from trainshed.workflow.prepare import (
     PreparedRun,
@@ -48,10 +57,10 @@ from trainshed.workflow.prepare import (
     store_root,
     tokenise_part,
 )
-from trainshed.workflow.runnable import check_plugins, check_runnable
+from trainshed.workflow.runnable import check_export_installed, check_plugins, check_runnable
 from trainshed.workflow.serve import export_address
 
-CPU_STAGES = ("fetch", "convert", "tokenise", "prepare", "export")
+CPU_STAGES = ("fetch", "convert", "tokenise", "prepare", "upload", "export", "eval")
 
 
 def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, reporter: Reporter = SILENT) -> None:
@@ -65,6 +74,8 @@ def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, re
     check_plugins(recipe, job)
     cluster = written.inside()
     run = Path(job.run)
+    if recipe.engine.name == "torch" and job.stages[0].name == stage:
+        prove_own_image(job_folder, reporter)
     with StageRecorder(LocalStore(run)).stage(recorded_stage(stage, part, parts)) as outcome:
         _do_stage(stage, recipe, cluster, run, job, (part, parts), reporter, outcome)
         if stage == "prepare" and recipe.engine.name != "torch":
@@ -99,11 +110,99 @@ def _do_stage(
         reporter.note(f"part {part + 1} of {parts}: {made} shards tokenised")
     elif stage == "prepare":
         outcome.what = _prepare_data(recipe, cluster, run, job.wanted, reporter)
+        outcome.what += _fetch_committed(recipe, run, store_options(cluster), reporter)
+        check_resumable(recipe, run)
+    elif stage == "upload":
+        outcome.what = upload_committed(recipe, run, store_options(cluster), reporter)
     elif stage == "export":
         options = store_options(cluster)
         artefacts = DataArtefacts(resolve(recipe, options), store_root(recipe, cluster), make=False, options=options)
         exported = export_run(recipe, run, reporter, tokenizer=artefacts.tokenizer(), options=options)
         outcome.what = f"{exported}, proven"
+    elif stage == "eval":
+        from trainshed.workflow.evaluate_run import evaluate_run
+
+        outcome.what = evaluate_run(recipe, run, options=store_options(cluster), reporter=reporter).text()
+
+
+def mirror_address(recipe: Recipe, run: Path) -> str | None:
+    """Return where checkpoints of a foreign engine are copied to; None: nowhere."""
+    if recipe.engine.name == "torch" or recipe.checkpoint.to is None:
+        return None
+    return join(recipe.checkpoint.to.rstrip("/"), f"{recipe.name}/{run.name}")
+
+
+def upload_committed(recipe: Recipe, run: Path, options: StoreOptions, reporter: Reporter = SILENT) -> str:
+    """Copy what a foreign engine has committed to `checkpoint.to`; says what came out."""
+    address = mirror_address(recipe, run)
+    if address is None:
+        raise InputError("there is no bucket to copy checkpoints to", where=recipe.where("checkpoint.to"))
+    sent = upload_checkpoints(run, address, keep=recipe.checkpoint.keep, options=options, reporter=reporter)
+    steps = ", ".join(map(str, sent))
+    return f"checkpoints {steps} are in {address}" if sent else f"all checkpoints were in {address} already"
+
+
+def follow_training(job_folder: Path, *, reporter: Reporter = SILENT) -> int:
+    """Copy what a training commits to `checkpoint.to` until it is asked to stop; returns the exit code of that.
+
+    Only one node copies: the others of a job whose pods are all alike have nothing to do.
+    """
+    job = JobFile.read(job_folder)
+    recipe, cluster = load_recipe(str(job_folder / RECIPE_FILE)), load_cluster(str(job_folder / CLUSTER_FILE)).inside()
+    run = Path(job.run)
+    address = mirror_address(recipe, run)
+    if address is None:
+        raise InputError("there is no bucket to copy checkpoints to", where=recipe.where("checkpoint.to"))
+    # GPUs are held as long as the pod lives: a copy that is cut off goes on in the stage after training.
+    with StopSignals(on_signal=lambda number: os._exit(exit_code_of(number))) as stop:
+        if int(os.environ.get("TRAINSHED_NODE_RANK") or 0):
+            while stop.first is None:
+                time.sleep(0.5)
+        # In a thread: while this one waits for a bucket that does not answer, no signal would be handled.
+        copying = ThreadPoolExecutor(1).submit(
+            follow_checkpoints,
+            run,
+            address,
+            lambda: stop.first is not None,
+            keep=recipe.checkpoint.keep,
+            every_seconds=float(os.environ.get("TRAINSHED_UPLOAD_SECONDS") or FOLLOW_SECONDS),
+            options=store_options(cluster),
+            reporter=reporter,
+        )
+        while not copying.done():
+            time.sleep(0.2)
+        copying.result()
+        return stop.exit_code or 0
+
+
+def _fetch_committed(recipe: Recipe, run: Path, options: StoreOptions, reporter: Reporter) -> str:
+    """Fetch the checkpoint that a run goes on from, where its folder has none and a bucket has."""
+    address = mirror_address(recipe, run)
+    if address is None or recipe.checkpoint.resume == "fresh":
+        return ""
+    step = fetch_checkpoints(run, address, options=options, reporter=reporter)
+    return "" if step is None else f"; checkpoint {step} fetched from {address}"
+
+
+def check_resumable(recipe: Recipe, run: Path) -> None:
+    """Raise if the checkpoint that a foreign engine would go on from is damaged: engines load it all the same.
+
+    Every byte of it is read, on a node without GPUs.
+    """
+    listing = list_foreign(run)
+    if listing is None or recipe.engine.name == "torch" or recipe.checkpoint.resume == "fresh":
+        return
+    whole = [checkpoint for checkpoint in listing.checkpoints if checkpoint.complete]
+    for checkpoint in whole:
+        if not checkpoint.latest or (damage := find_damage(checkpoint)) is None:
+            continue
+        earlier = [row.step for row in whole if row.step < checkpoint.step]
+        hint = "delete it; without it the run goes on from the bucket, or from its beginning"
+        if earlier and listing.engine == "megatron":
+            hint = f"delete it, and write {max(earlier)} into {listing.folder / LATEST_ITERATION} to go on from there"
+        raise CorruptData(
+            f"the checkpoint of step {checkpoint.step} is damaged: {damage}", where=str(checkpoint.path), hint=hint
+        )
 
 
 def _fetch_base(recipe: Recipe, cluster: Cluster, reporter: Reporter) -> BaseWeights | None:
@@ -120,9 +219,12 @@ def _fetched_text(recipe: Recipe, base: BaseWeights) -> str:
 def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str, ...], reporter: Reporter) -> str:
     """Prepare the data; for an engine that reads text itself (torchtune) only what it asks for. Says what came out.
 
-    What the nodes lack for `observe` is said here, before GPUs are asked for.
+    What the nodes lack for `observe` and `eval` is said here, before GPUs are asked for.
     """
     check_installed(recipe.observe)
+    check_export_installed(recipe)
+    if recipe.eval is not None:
+        check_eval_installed(tasks=bool(recipe.eval.tasks))
     options = store_options(cluster)
     if recipe.engine.name == "torch" or "data-args" in wanted or "data-prefix" in wanted:
         prepared = prepare_run(recipe, cluster, id=run.name, reporter=reporter)
@@ -193,41 +295,73 @@ def export_run(
     from trainshed.checkpoints.formats import TargetFormat
 
     wanted = recipe.export or Export()
-    source = str(run / MEGATRON_CHECKPOINTS if recipe.engine.name == "megatron" else run)
+    source = trained_weights(recipe, run)
     if recipe.engine.name == "torch" and (apart := checkpoint_home(recipe, run.name, options)) is not None:
         source = join(apart[0].url, apart[1])
     target = export_address(recipe, str(run))
     words = tokenizer_folder(tokenizer) if tokenizer is not None else None
     chat_template, end_tokens = (None, ()) if tokenizer is None else chat_format(recipe, tokenizer, options)
+    shared_options: dict[str, Any] = {
+        "dtype": wanted.dtype,
+        "tokenizer": words,
+        "chat_template": chat_template,
+        "end_tokens": end_tokens,
+        "replace": True,  # the folder is the run's own, and the run may have trained longer since
+        "options": options,
+        "reporter": reporter,
+    }
     if recipe.engine.name == "torch" and recipe.train.lora is not None and not wanted.merge:
         from trainshed.checkpoints.lora.export import export_adapter
 
-        exported = export_adapter(
-            str(source),
-            target,
-            dtype=wanted.dtype,
-            tokenizer=words,
-            chat_template=chat_template,
-            end_tokens=end_tokens,
-            options=options,
-            reporter=reporter,
+        exported = export_adapter(str(source), target, **shared_options)
+        check_proven(exported.verdict.passed, target)
+        return publish_export(recipe, run, target, options, reporter)
+    if recipe.engine.name == "torchtune" and recipe.train.lora is not None and not wanted.merge:
+        from trainshed.checkpoints.formats import open_weights
+        from trainshed.checkpoints.lora.export import export_peft_folder
+
+        with open_weights(run / ENGINE / "base") as base:
+            config = base.config
+        exported = export_peft_folder(
+            Path(source), target, recipe.train.lora, config, base=recipe.model.from_, **shared_options
         )
         check_proven(exported.verdict.passed, target)
-        return target
-    made = convert_weights(
-        source,
-        target,
-        TargetFormat(wanted.format),
-        dtype=wanted.dtype,
-        tokenizer=words,
-        chat_template=chat_template,
-        end_tokens=end_tokens,
-        averaged=wanted.weights == "ema",
-        options=options,
-        reporter=reporter,
-    )
+        return publish_export(recipe, run, target, options, reporter)
+    averaged = wanted.weights == "ema"
+    made = convert_weights(source, target, TargetFormat(wanted.format), averaged=averaged, **shared_options)
     check_proven(made.verdict.passed, target)
-    return target
+    return publish_export(recipe, run, target, options, reporter)
+
+
+def publish_export(recipe: Recipe, run: Path, target: str, options: StoreOptions | None, reporter: Reporter) -> str:
+    """Publish a proven export where `export.to` names a repository of the Hub; returns where the weights are."""
+    to = recipe.export.to if recipe.export is not None else None
+    if to is None or not to.startswith("hf://"):
+        return target
+    from trainshed.storage.hub_upload import publish_folder
+    from trainshed.workflow.model_card import model_card
+
+    card = {"README.md": model_card(recipe, run, Path(target)).encode()}
+    published = publish_folder(
+        Path(target), to, extra=card, message=f"{recipe.name}/{run.name}", options=options, reporter=reporter
+    )
+    done = "published" if published.sent else "was published already"
+    reporter.note(f"{published.address} {done}: {published.files} files, compared with the Hub's hashes")
+    return published.address
+
+
+def trained_weights(recipe: Recipe, run: Path) -> str:
+    """Return where an engine has left its weights in a run's folder."""
+    if recipe.engine.name != "torchtune":
+        return str(run / MEGATRON_CHECKPOINTS if recipe.engine.name == "megatron" else run)
+    weights = newest_torchtune(run)
+    if weights is None:
+        raise TrainshedError(
+            "torchtune has saved no weights that are whole",
+            where=str(run / CHECKPOINTS),
+            hint=f"`trainshed checkpoints {run}` lists them",
+        )
+    return str(weights)
 
 
 # What engines look for beside a tokenizer's own files: sentencepiece's, Meta's, chat templates.

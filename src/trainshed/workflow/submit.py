@@ -21,11 +21,13 @@ import trainshed
 from trainshed.catalog.gpus import find_gpu
 from trainshed.engines.launch import EngineLaunch, EngineSite, EngineTask, build_launch, launcher_script, losses_rank
 from trainshed.engines.megatron.layout_args import uses_fsdp
+from trainshed.engines.megatron.versions import recipe_version
 from trainshed.errors import InputError, RecipeError
 from trainshed.launch.attempt import PLAN_SCHEMA
 from trainshed.launch.fabric import fabric_setup, lint_environment
+from trainshed.launch.image_proof import IMAGE_STAGE, image_files
 from trainshed.launch.job import JOB_FILE, MOUNTED_JOB, CodeArchive, Job, JobFile, Stage, job_folder
-from trainshed.launch.packaging import pack_code, provenance
+from trainshed.launch.packaging import job_code, provenance
 from trainshed.launch.preflight import preflight_stage
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.planner import PlannedModel
@@ -38,13 +40,15 @@ from trainshed.workflow.prepare import check_fit_before_submit, store_options
 from trainshed.workflow.resolve import resolve
 from trainshed.workflow.runnable import (
     check_adapters,
+    check_export_format,
     check_groups,
     check_loss,
+    check_publishing,
     check_ranks,
     check_runnable,
     shared_store,
 )
-from trainshed.workflow.serve import SERVE_SCRIPT, serve_notes, serve_script, serve_stage
+from trainshed.workflow.serve import SERVE_SCRIPT, serve_files, serve_notes, serve_stage
 
 UNKNOWN_SAVE_SECONDS = 270
 """Where no storage is named, how long a save is taken to last: twice this and a minute make ten minutes of grace."""
@@ -78,23 +82,28 @@ def build_job(
     model = planned_model(resolved, cluster)
     check_fit_before_submit(resolved, model.config, store_options(cluster), offline=offline)
     planned = plan_on_cluster(resolved, cluster, model, nodes, gpus, despite_memory)
-    _check_export(resolved, planned.layout)
+    check_export(resolved, planned.layout)
     check_ranks(resolved, planned.layout.world_size)
     check_loss(resolved, planned.layout)
     check_adapters(resolved, model.config, planned.layout)
     check_groups(resolved, model.config)
+    check_export_format(resolved, model.config)
+    check_publishing(resolved, cluster)
     setup = fabric_setup(cluster, nodes=planned.placement.nodes)
     warnings = lint_environment(setup, cluster.environment, cluster.where)
     name = id or run_id(resolved)
     run = run_address(store, resolved.name, name)
     job_name = f"{resolved.name}-{name}"
     engine = _foreign(resolved, cluster, model, planned, run)
+    resolved = _with_engine_version(resolved, cluster)
     stages = _stages(resolved, cluster, planned, engine)
     serving: tuple[str, ...] = ()
     if resolved.serve is not None:
-        stages += (serve_stage(resolved, cluster, model, planned.placement.machine, run),)
+        serve = serve_stage(resolved, cluster, model, planned.placement.machine, run)
+        stages += (with_own_limits(serve, cluster),)
         serving = serve_notes(resolved, cluster, model, stages[-1])
-    grace = cluster.limits.grace_seconds or ceil(2 * (planned.save_seconds or UNKNOWN_SAVE_SECONDS) + 60)
+    save_seconds = (planned.save_seconds or UNKNOWN_SAVE_SECONDS) if resolved.checkpoint.save else 0
+    grace = cluster.limits.grace_seconds or ceil(2 * save_seconds + 60)
     job_file = JobFile(
         name=job_name,
         run=run,
@@ -115,9 +124,10 @@ def build_job(
         **_scripts(resolved),
     }
     if any(stage.script == SERVE_SCRIPT for stage in stages):
-        files[SERVE_SCRIPT] = serve_script(resolved, run)
+        files |= serve_files(resolved, run)
+    place = _engine_place(resolved, cluster, planned, run)
+    files |= image_files(resolved.engine.name, engine, place, cluster, setup)
     if engine is not None:
-        place = _engine_place(resolved, cluster, planned, run)
         files |= dict(engine.files) | {"train.sh": launcher_script(engine, place)}
         files |= {f"{stage.name}.sh": _command_script(stage.argv) for stage in engine.cpu_stages}
     return Job(
@@ -126,7 +136,7 @@ def build_job(
         cluster=cluster,
         stages=stages,
         files=files,
-        code=code or pack_code((*recipe.plugin_sources, *cluster.plugin_sources)),
+        code=code or job_code(cluster, (*recipe.plugin_sources, *cluster.plugin_sources)),
         steps=model.steps,
         grace_seconds=grace,
         losses_rank=losses_rank(resolved, cluster.image, job_file.stage("train").world_size),
@@ -134,10 +144,12 @@ def build_job(
             *planned.notes,
             *warnings,
             *(engine.notes if engine else ()),
+            *_upload_notes(recipe, cluster),
             *serving,
             *_plugin_notes(recipe),
             *_observe_notes(recipe, cluster),
         ),
+        cost=planned.cost,
     )
 
 
@@ -160,15 +172,22 @@ def _plugin_notes(recipe: Recipe) -> tuple[str, ...]:
     return tuple(f"{plugin.text()}, travels with the code" for plugin in recipe.plugin_sources)
 
 
-def _check_export(recipe: Recipe, layout: RankLayout) -> None:
+def check_export(recipe: Recipe, layout: RankLayout) -> None:
     """Refuse an export that would fail when the GPUs are done: of checkpoints that are not read here."""
     if recipe.export is None:
         return
-    if recipe.engine.name in ("nemo", "torchtune"):
+    lora = recipe.train.lora
+    if recipe.engine.name == "torchtune" and lora is not None and lora.dora:
+        raise RecipeError(
+            "torchtune saves the magnitudes of DoRA in its own order of heads, and does not say that they are there",
+            where=recipe.where("train.lora.dora"),
+            hint="delete `export`, or write `engine: torch`",
+        )
+    if recipe.engine.name == "nemo":
         raise RecipeError(
             f"checkpoints of {recipe.engine.name} are not converted here",
             where=recipe.where("export"),
-            hint="delete it, or write `engine: torch` or `megatron`",
+            hint="delete it, or write `engine: torch`, `megatron` or `torchtune`",
         )
     if recipe.engine.name == "megatron" and uses_fsdp(layout):
         raise RecipeError(
@@ -195,10 +214,11 @@ def _json(body: Any) -> str:
 
 
 def _scripts(recipe: Recipe) -> dict[str, str]:
-    """The scripts and the chat template that a recipe names: they travel with it, to lie beside it on the nodes too."""
+    """Scripts, chat template and questions that a recipe names: they travel with it, to lie beside it on the nodes."""
     named = [(dotted_key((*path, "script")), source.script) for path, source in recipe.sources()]
     files = {}
-    for key, name in (*named, ("data.template", recipe.data.template_file)):
+    questions = recipe.eval.questions if recipe.eval is not None else None
+    for key, name in (*named, ("data.template", recipe.data.template_file), ("eval.questions", questions)):
         if name is None:
             continue
         path = Path(name)
@@ -245,6 +265,14 @@ def _foreign(
     return build_launch(EngineTask(recipe, model.config, planned.layout, model.steps, place), gpu=gpu)
 
 
+def _with_engine_version(recipe: Recipe, cluster: Cluster) -> Recipe:
+    """Write out the version of Megatron-LM whose arguments the job has, where the recipe does not say it."""
+    if recipe.engine.name != "megatron":
+        return recipe
+    engine = recipe.engine.model_copy(update={"version": recipe_version(recipe, cluster.image)})
+    return recipe.model_copy(update={"engine": engine})
+
+
 def _engine_place(recipe: Recipe, cluster: Cluster, planned: PlannedRun, run: str) -> EngineSite:
     machine = planned.placement.machine
     return EngineSite(
@@ -255,13 +283,16 @@ def _engine_place(recipe: Recipe, cluster: Cluster, planned: PlannedRun, run: st
         image=recipe.engine.image or cluster.image,
         sharp=cluster.sharp,
         vendor=find_gpu(machine.gpu).vendor if machine is not None else "nvidia",
+        node_disk=cluster.node_disk,
     )
 
 
 def _stages(recipe: Recipe, cluster: Cluster, planned: PlannedRun, engine: EngineLaunch | None) -> tuple[Stage, ...]:
     limits, placement = cluster.limits, planned.placement
     on_cpus = {"cpus": limits.cpu_stage_cpus, "memory": limits.cpu_stage_memory}
-    stages = []
+    stages: list[Stage] = []
+    if engine is not None:
+        stages.append(Stage(IMAGE_STAGE, script=f"{IMAGE_STAGE}.sh", image=recipe.engine.image, **on_cpus))
     if recipe.model.from_:
         stages.append(Stage("fetch", **on_cpus))
     if engine is not None and {"base-megatron", "base-hf"} & set(engine.inputs):
@@ -286,12 +317,45 @@ def _stages(recipe: Recipe, cluster: Cluster, planned: PlannedRun, engine: Engin
             restarts=limits.restarts,
             spares=recipe.elastic.spares if recipe.elastic else 0,
             preflight=cluster.preflight,
+            uploads=engine is not None and recipe.checkpoint.to is not None and copies_while_training(cluster),
             metrics_port=prometheus.port if prometheus is not None and prometheus.is_reachable else None,
         )
     )
+    if engine is not None and recipe.checkpoint.to is not None:
+        stages.append(Stage("upload", **on_cpus))
     if recipe.export is not None:
         stages.append(Stage("export", **on_cpus))
-    return tuple(stages)
+    if recipe.eval is not None:
+        stages.append(Stage("eval", gpus_per_node=recipe.eval.gpus, **on_cpus))
+    return tuple(with_own_limits(stage, cluster) for stage in stages)
+
+
+def copies_while_training(cluster: Cluster) -> bool:
+    """Say whether a foreign engine's checkpoints get to a bucket while it trains, and not only after it.
+
+    The pods of a TrainJob are made by its runtime, and a job of Slurm has the engine's container only.
+    """
+    if cluster.target == "kubernetes":
+        return cluster.on_kubernetes.kind != "trainjob"
+    return cluster.target == "ray"
+
+
+def _upload_notes(recipe: Recipe, cluster: Cluster) -> Iterator[str]:
+    to = recipe.checkpoint.to
+    if recipe.engine.name == "torch" or to is None:
+        return
+    if copies_while_training(cluster):
+        yield f"what {recipe.engine.name} has committed is copied to {to} while it trains, and once more after it"
+    else:
+        yield f"what {recipe.engine.name} has committed is copied to {to} after training, by the stage upload"
+
+
+def with_own_limits(stage: Stage, cluster: Cluster) -> Stage:
+    """Return a stage with the CPUs and the memory that `limits.stages` of the cluster file gives it."""
+    own = next((own for name, own in cluster.limits.stages.items() if name == stage.name), None)
+    if own is None:
+        return stage
+    return replace(stage, cpus=own.cpus or stage.cpus, memory=own.memory or stage.memory)
 
 
 def _command_script(argv: tuple[str, ...]) -> str:
@@ -345,6 +409,6 @@ def doctor_job(cluster: Cluster, nodes: int, *, full: bool = False, code: CodeAr
         cluster=cluster,
         stages=(stage,),
         files=files,
-        code=code or pack_code(),
+        code=code or job_code(cluster),
         grace_seconds=_PREFLIGHT_GRACE_SECONDS,
     )

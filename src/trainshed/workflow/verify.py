@@ -13,7 +13,8 @@ float32 passes for rounding.
 
 from __future__ import annotations
 
-import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import gcd, inf
@@ -51,6 +52,7 @@ from trainshed.recipe import (
 )
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore
+from trainshed.this_machine import usable_cpus
 from trainshed.workflow import PreparedRun, check_engine, planned_layout, prepare_run, run_layout, save_run
 from trainshed.workflow.layout import weights_architecture
 
@@ -273,6 +275,32 @@ def verify(
     )
 
 
+def verify_and_clean_up(
+    recipe: Recipe,
+    *,
+    layout_keys: dict[str, object] | None = None,
+    steps: int = STEPS,
+    cluster: Cluster | None = None,
+    reporter: Reporter = SILENT,
+) -> Verification:
+    """Verify in a temporary folder, which is kept where something differs or fails."""
+    folder = Path(tempfile.mkdtemp(prefix="trainshed-verify-"))
+    done = False
+    try:
+        verification = verify(recipe, folder, layout_keys=layout_keys, steps=steps, cluster=cluster, reporter=reporter)
+        done = verification.equal
+    except TrainshedError as error:
+        done = error.exit_code != TrainshedError.exit_code  # wrong input, or somebody asked to stop
+        raise
+    finally:
+        # What failed is explained by the runs' logs and events.
+        if done:
+            shutil.rmtree(folder)
+        else:
+            reporter.note(f"the runs of this check are kept in {folder}")
+    return verification
+
+
 def shrunk_recipe(recipe: Recipe, small: ShrunkRun, layout: Layout, store: Path, *, steps: int) -> Recipe:
     """Return the recipe of one training of a check: the real one's way of training, the shrunk one's sizes."""
     first, last = small.batch_sizes[0], small.batch_sizes[-1]
@@ -314,6 +342,7 @@ def shrunk_recipe(recipe: Recipe, small: ShrunkRun, layout: Layout, store: Path,
         "resources": Resources(),
         "elastic": None,
         "export": None,
+        "eval": None,
         "serve": None,
         "store": str(store.absolute()),
     }
@@ -365,7 +394,7 @@ def _shrink_to_fit(whole: PreparedRun, layout: RankLayout, reporter: Reporter) -
 
     asked = {"sequence_length": whole.order.sequence_length, "batch_sizes": whole.order.schedule.sizes}
     gpus = gpu_count()
-    room = max(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
+    room = max(_MOST_PROCESSES, usable_cpus())
     try:
         small, on_gpus = shrink(whole.config, layout, **asked, max_ranks=gpus or room), gpus > 0
     except InputError:

@@ -263,3 +263,20 @@ def test_between_buckets_files_go_up_as_they_are_done_and_the_manifest_last(
     copy_tree(f"s3://{s3_bucket}/back", str(tmp_path / "back"))
     before, after = (load_file(each / "model.safetensors") for each in (source, tmp_path / "back"))
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_a_run_exports_is_made_anew_when_its_weights_have_changed(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    saved("llama", source)
+    first = convert_weights(str(source), str(target), TargetFormat("hf"), replace=True, logits=False)
+    assert first.verdict.passed
+    # The same once more is found.
+    before = (target / "manifest.json").read_bytes()
+    convert_weights(str(source), str(target), TargetFormat("hf"), replace=True, logits=False)
+    assert (target / "manifest.json").read_bytes() == before
+    save_tiny_hf("llama", source, seed=2)
+    with pytest.raises(InputError, match="already"):
+        convert_weights(str(source), str(target), TargetFormat("hf"))
+    assert convert_weights(str(source), str(target), TargetFormat("hf"), replace=True, logits=False).verdict.passed
+    new, stored = (load_file(folder / "model.safetensors") for folder in (source, target))
+    assert all(torch.equal(new[name], stored[name]) for name in new)

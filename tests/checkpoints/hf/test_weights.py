@@ -43,19 +43,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
     return {variant: Saved(variant, tmp_path_factory.mktemp(variant)) for variant in VARIANTS}
 
 
-def test_layers_for_more_than_the_next_token_are_left_out_with_a_note(tmp_path: Path) -> None:
+def test_layers_for_multi_token_prediction_are_left_out_with_a_note_where_they_are_not_asked_for(
+    tmp_path: Path,
+) -> None:
     config = save_tiny_hf("deepseek_v3", tmp_path, seed=1)
     state = load_file(tmp_path / "model.safetensors")
     extra = {f"model.layers.{config.layers}.{name}": torch.ones(2, 2) for name in ("eh_proj.weight", "enorm.weight")}
     save_file(state | extra, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    body = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(body | {"num_nextn_predict_layers": 1}))
     notes = Notes()
-    with open_weights(tmp_path, reporter=notes) as weights:
+    with open_weights(tmp_path, config=config, reporter=notes) as weights:
         assert weights.config == config
     (note,) = notes.said
-    assert note.startswith("2 tensors of layers that predict more than the next token (MTP) are left out: ")
+    assert note.startswith("2 tensors of multi-token prediction are left out: ")
     assert all(name in note for name in extra)
+    with pytest.raises(InputError, match="missing"):
+        HfWeights(tmp_path)  # a part of such a layer is none
     save_file(state | {"model.layers.1.extra": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match="left over"):
         HfWeights(tmp_path)
@@ -147,10 +149,14 @@ def llama_layer(config: ModelConfig, theirs: State) -> State:
             theirs["mlp.down_proj.weight"],
         )
         return native
+    if config.family == "llama4_text":
+        return native | llama4_block(theirs)
     if config.moe is None:
         native["mlp.gate_up.weight"] = alternating(theirs["mlp.gate_proj.weight"], theirs["mlp.up_proj.weight"])
         native["mlp.down.weight"] = theirs["mlp.down_proj.weight"]
         return native
+    if config.family == "gpt_oss":
+        return native | gpt_oss_block(theirs)
     mixtral = config.family == "mixtral"
     block = "block_sparse_moe" if mixtral else "mlp"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
@@ -177,6 +183,37 @@ def deepseek_mlp(config: ModelConfig, theirs: State) -> State:
         "mlp.router.score_bias": theirs["mlp.gate.e_score_correction_bias"],
         "mlp.experts.gate_up": torch.stack([expert["expert.gate_up.weight"] for expert in experts]),
         "mlp.experts.down": torch.stack([expert["expert.down.weight"] for expert in experts]),
+    }
+
+
+def llama4_block(theirs: State) -> State:
+    """Of each expert transposed, all gates before all ups; or a dense block."""
+
+    def block(ours: str, name: str) -> State:
+        gate_up = alternating(theirs[f"{name}.gate_proj.weight"], theirs[f"{name}.up_proj.weight"])
+        return {f"{ours}.gate_up.weight": gate_up, f"{ours}.down.weight": theirs[f"{name}.down_proj.weight"]}
+
+    if "feed_forward.router.weight" not in theirs:
+        return block("mlp", "feed_forward")
+    experts = theirs["feed_forward.experts.gate_up_proj"].transpose(1, 2)
+    return block("mlp.shared", "feed_forward.shared_expert") | {
+        "mlp.router.weight": theirs["feed_forward.router.weight"],
+        "mlp.experts.gate_up": torch.stack([alternating(*expert.chunk(2)) for expert in experts]),
+        "mlp.experts.down": theirs["feed_forward.experts.down_proj"].transpose(1, 2),
+    }
+
+
+def gpt_oss_block(theirs: State) -> State:
+    """Stacked as ours, of each expert transposed; columns of gate and up alternate there as rows do here."""
+    return {
+        "attention.sinks": theirs["self_attn.sinks"],
+        "attention.out.bias": theirs["self_attn.o_proj.bias"],
+        "mlp.router.weight": theirs["mlp.router.weight"],
+        "mlp.router.bias": theirs["mlp.router.bias"],
+        "mlp.experts.gate_up": theirs["mlp.experts.gate_up_proj"].transpose(1, 2),
+        "mlp.experts.gate_up_bias": theirs["mlp.experts.gate_up_proj_bias"],
+        "mlp.experts.down": theirs["mlp.experts.down_proj"].transpose(1, 2),
+        "mlp.experts.down_bias": theirs["mlp.experts.down_proj_bias"],
     }
 
 

@@ -18,7 +18,7 @@ from trainshed.checkpoints.megatron import weights as megatron_weights
 from trainshed.checkpoints.megatron.args import MegatronLayout
 from trainshed.checkpoints.megatron.legacy import MegatronLegacyWeights, MegatronLegacyWriter
 from trainshed.checkpoints.megatron.torch_dist import MegatronDistWeights, MegatronDistWriter
-from trainshed.errors import InputError
+from trainshed.errors import CorruptData, InputError
 from trainshed.models.parameters import parameters
 from trainshed.recipe import ModelConfig
 
@@ -173,3 +173,24 @@ def test_the_tied_embedding_is_stored_again_on_the_last_stage(tmp_path: Path) ->
     saved = torch.load(tmp_path / "release" / "mp_rank_00_001" / "model_optim_rng.pt", weights_only=False)["model"]
     assert torch.equal(saved["output_layer.weight"][:96], source.tensors["embedding.weight"])
     assert not saved["output_layer.weight"][96:].any()
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout", "folder", "tensor"),
+    [
+        ("llama", {"tp": 2}, "mp_rank_01", "decoder.final_layernorm.weight"),
+        ("mixtral", {"ep": 2}, "mp_rank_00_001", "decoder.layers.0.self_attention.linear_qkv.weight"),
+        ("gpt2", {"pp": 2}, "mp_rank_00_001", "output_layer.weight"),
+    ],
+)
+def test_ranks_that_hold_different_replicas_are_not_converted(
+    variant: str, layout: dict[str, int], folder: str, tensor: str, tmp_path: Path
+) -> None:
+    source = MadeWeights(config_of(variant))
+    root = written(MegatronLegacyWriter(source.config, dtype=torch.float32, **layout), source, tmp_path)
+    file = next(Path(root).rglob(f"{folder}/model_optim_rng.pt"))
+    document = torch.load(file, weights_only=False)
+    document["model"][tensor].view(-1)[1] += 1e-6
+    torch.save(document, file)
+    with MegatronLegacyWeights(tmp_path) as weights, pytest.raises(CorruptData, match=f"not the same in .*{folder}"):
+        assert_equal(source, weights)

@@ -17,7 +17,7 @@ from trainshed.engines.launch import EngineTask
 from trainshed.engines.megatron import megatron_launch, read_megatron
 from trainshed.engines.megatron.arguments import KNOWN_VERSIONS, parse_arguments
 from trainshed.engines.megatron.script import find_arguments
-from trainshed.errors import InputError
+from trainshed.errors import InputError, RecipeError
 from trainshed.recipe import Layout, Recipe, parse_recipe, to_plain
 
 DATA = Path(__file__).parent / "data"
@@ -73,11 +73,27 @@ def round_trip_tasks() -> dict[str, EngineTask]:
     }  # fmt: skip
 
 
+# What older versions lack of these tasks: from which version on it is there.
+LACKING = {
+    "gpt-175b-fp16": ("--use-sharp", "878d65f"),
+    "uneven stages": ("--pipeline-model-parallel-layout", "878d65f"),
+    "sharded": ("--use-megatron-fsdp", "0.14.0"),
+    "a window": ("--window-size", "0.16.1"),
+}
+
+
 @pytest.mark.parametrize("version", KNOWN_VERSIONS)
 @pytest.mark.parametrize("name", round_trip_tasks())
 def test_what_we_render_reads_back_as_the_same_recipe(name: str, version: str) -> None:
     task = round_trip_tasks()[name]
     recipe = parse_recipe(yaml.safe_dump(to_plain(task.recipe)), [f"engine.version={version}"])
+    option, since = LACKING.get(name, ("", KNOWN_VERSIONS[0]))
+    if KNOWN_VERSIONS.index(version) < KNOWN_VERSIONS.index(since):
+        with pytest.raises(RecipeError) as refused:
+            megatron_launch(EngineTask(recipe, task.config, task.layout, task.steps, task.site))
+        assert f"{version} has no argument for it ({option})" in str(refused.value)
+        assert f"engine.version: {since}" in str(refused.value)
+        return
     launch = megatron_launch(EngineTask(recipe, task.config, task.layout, task.steps, task.site))
     again = as_recipe(read_megatron(shlex.join(launch.arguments), "again.txt"))
     before, after = settings_of(recipe), settings_of(again)

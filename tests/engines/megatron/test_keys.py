@@ -170,7 +170,12 @@ def check_words(words: tuple[str, ...], version: str) -> None:
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("version", KNOWN_VERSIONS)
 def test_the_golden_launches_are_known_to_every_version(name: str, version: str) -> None:
-    check_words(megatron_launch(with_version(TASKS[name], version)).arguments, version)
+    task = with_version(TASKS[name], version)
+    if task.site.sharp and version == "0.12.3":
+        with pytest.raises(InputError, match=r"Megatron-LM 0\.12\.3 has no argument for it \(--use-sharp\)"):
+            megatron_launch(task)
+        return
+    check_words(megatron_launch(task).arguments, version)
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from support.recipes.megatron_tasks import RUN, megatron_recipe, megatron_task, 
 from trainshed.catalog import model_preset
 from trainshed.engines.megatron import megatron_launch
 from trainshed.errors import InputError, RecipeError
-from trainshed.recipe import parse_recipe
+from trainshed.recipe import RopeScaling, parse_recipe
 
 
 def refusal(*overrides: str, preset: str = "llama3-8b", **options: Any) -> RecipeError:
@@ -35,7 +36,7 @@ VALID = "data.validation={tokens: /v}"
         (("data.seed=7",), {}, "data.seed", "one seed"),
         (("data.skip=[[0, 5]]",), {}, "data.skip", "cannot leave out"),
         (("data.stage=nvme",), {}, "data.stage", "where they lie"),
-        (("checkpoint.to=s3://b/c",), {}, "checkpoint.to", "a folder of the run"),
+        (("checkpoint.to=/b/c",), {}, "checkpoint.to", "into the run's folder"),
         (BASE, {"layout": {"shard": "full"}}, "layout.shard", "its own format only|of its own format"),
         ((), {"layout": {"shard": "full", "pp": 2}}, "layout.shard", "no pipeline"),
         ((), {"layout": {"tp": 3, "pp": 1}, "gpus_per_node": 3}, "layout.tp", "neither a divisor"),
@@ -147,7 +148,7 @@ def test_an_argument_that_agrees_with_the_recipe_is_no_contradiction() -> None:
         ("{trust-remote-code: true}", "contradicts `tokenizer`", "tokenizer"),
         ("{use-mcore-models: true}", "takes it and ignores it", "delete"),
         ("{batch-size: 4}", "stops with an error", "delete"),
-        ("{legacy-tokenizer: true}", "have it no more", "delete"),
+        ("{use-custom-fsdp: true}", "have it no more", "delete"),
         ("{tp-comm-overlap: true}", "without layout.tp of 2 or more", "delete"),
         ("{fp8-param-gather: true}", "without train.precision: fp8", "delete"),
         ("{optimizer-cpu-offload: true}", "--use-precision-aware-optimizer", "delete"),
@@ -197,7 +198,7 @@ def test_our_own_engine_has_no_version() -> None:
 
 def test_shapes_and_stacks_are_asked_for_where_a_version_can_be() -> None:
     asked = ("observe.profile={start: 5, steps: 2, ranks: [0, 1], shapes: true, stacks: true}",)
-    newest = words(*asked)
+    newest = words(*asked, "engine.version=head")
     assert {"--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack"} <= set(newest)
     start = newest.index("--profile-step-start")
     assert newest[start : start + 4] == ("--profile-step-start", "4", "--profile-step-end", "6")
@@ -221,3 +222,67 @@ def test_nothing_of_the_run_lies_outside_its_folder() -> None:
     paths = [word for word in words() if word.startswith("/")]
     assert paths
     assert all(path.startswith(RUN) for path in paths)
+
+
+ROPE = "pretrain_gpt.py of Megatron-LM {} does not read the factor of linear rope scaling"
+
+
+def test_rope_scaling_that_the_program_does_not_read_is_refused() -> None:
+    # Every version computes with a factor of 8, whatever it is told.
+    with pytest.raises(InputError, match=r"rope.scaling.factor: 32.0.*has no argument"):
+        megatron_launch(megatron_task("llama3.2-1b"))
+    assert "--use-rope-scaling" in megatron_launch(megatron_task("llama3.1-8b")).arguments
+    plain = model_preset("llama3-8b")
+    assert plain.rope is not None
+    rope = plain.rope.model_copy(update={"scaling": RopeScaling(kind="linear", factor=4.0)})
+    stretched = plain.model_copy(update={"rope": rope})
+    for version in ("0.12.3", "878d65f", "0.14.0", "0.16.1"):
+        with pytest.raises(InputError, match=ROPE.format(version)):
+            megatron_launch(task_of(megatron_recipe("llama3-8b", [f"engine.version={version}"]), stretched))
+    for version in ("0.19.0", "head"):
+        launch = megatron_launch(task_of(megatron_recipe("llama3-8b", [f"engine.version={version}"]), stretched))
+        place = launch.arguments.index("--rotary-seq-len-interpolation-factor")
+        assert launch.arguments[place + 1] == "4"
+
+
+def test_a_recipe_without_a_version_gets_the_arguments_of_a_stated_one() -> None:
+    launch = megatron_launch(megatron_task("llama3-8b"))
+    assert launch.arguments == megatron_launch(megatron_task("llama3-8b", "engine.version=0.16.1")).arguments
+    assert any("Megatron-LM 0.16.1, as engine.version is not written" in note for note in launch.notes)
+    azure = "ghcr.io/azure/ai-infrastructure-on-azure/megatron-lm:latest"
+    launch = megatron_launch(megatron_task("gpt-375m", f"engine.image={azure}"))
+    assert launch.program == "/megatron-lm/pretrain_gpt.py"
+    assert any("Megatron-LM 878d65f, which ghcr.io/azure" in note for note in launch.notes)
+    assert not {"--padded-vocab-size", "--async-strategy"} & set(launch.arguments)
+
+
+def test_rows_of_the_vocabulary_are_the_same_where_a_version_cannot_be_told_them() -> None:
+    def word(version: str, option: str) -> str | None:
+        words = megatron_launch(megatron_task("qwen2.5-7b", f"engine.version={version}", layout={"tp": 2})).arguments
+        return words[words.index(option) + 1] if option in words else None
+
+    rows = int(word("0.16.1", "--padded-vocab-size") or 0)
+    assert word("878d65f", "--padded-vocab-size") is None
+    multiple = int(word("878d65f", "--make-vocab-size-divisible-by") or 0) * 2
+    # Qwen's tokenizer has 151,665 tokens, and its model 152,064 rows.
+    assert -(-151_665 // multiple) * multiple == rows == 152_064
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.0", "head"])
+def test_validation_takes_the_full_batch_beside_a_ramp(version: str) -> None:
+    ramp = "train.batch_ramp={start: 128, increment: 64, samples: 4000}"
+    words = megatron_launch(megatron_task("llama3-8b", ramp, f"engine.version={version}")).arguments
+    option = "--global-batch-size" if version == "0.16.1" else "--eval-global-batch-size"
+    assert words[words.index(option) + 1] == "512"
+    # Newer versions refuse a stepped schedule beside it.
+    assert ("--global-batch-size" in words) == (version == "0.16.1")
+
+
+def test_uneven_stages_that_the_planner_chose_are_written_out() -> None:
+    recipe = megatron_recipe("qwen3-235b-a22b", ["layout=auto", "train.global_batch=1024"])
+    config = model_preset("qwen3-235b-a22b")
+    task = task_of(recipe, config, nodes=8, layout={"tp": 4, "pp": 8, "vp": 6, "ep": 8})
+    words = megatron_launch(task).arguments
+    stages = words[words.index("--pipeline-model-parallel-layout") + 1]
+    assert sum(int(count) for count in re.findall(r"t\*(\d+)", stages)) == 94
+    assert stages.count("|") == 8 * 6 - 1

@@ -30,6 +30,10 @@ from trainshed.errors import InputError
 from trainshed.recipe import Recipe, to_plain
 
 NODES = 2
+SAMPLED_VERSIONS = [
+    version if version in ("878d65f", "0.16.1") else pytest.param(version, marks=pytest.mark.full)
+    for version in KNOWN_VERSIONS
+]
 RATE = st.floats(1e-7, 1e-3)
 RAMP = {"start": 64, "increment": 64, "samples": 1000}
 DATA = [
@@ -162,7 +166,7 @@ def known(recipe: Recipe) -> Any:
     return config
 
 
-@pytest.mark.parametrize("version", KNOWN_VERSIONS)
+@pytest.mark.parametrize("version", SAMPLED_VERSIONS)
 @settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(
     preset=st.sampled_from(["llama3-8b", "llama3.1-8b", "qwen2.5-7b", "qwen3-8b", "gpt2-xl", "mistral-7b-v0.1"]),
@@ -185,15 +189,15 @@ def test_import_of_what_is_rendered_is_the_recipe(
     seed: int,
     sharp: bool,
 ) -> None:
-    if version == "0.16.1" and (data.get("data.synthetic") or "tokenizer" in data):
-        # Its NullTokenizer counts a token on top, which only a known model tells.
+    if version != "head" and (data.get("data.synthetic") or "tokenizer" in data):
+        # Their NullTokenizer counts a token on top, which only a known model tells.
         changes = {}
     keys = {f"layout.{key}": value for key, value in layout.items()} | data | training
     task = drawn_task(version, preset, changes, keys | {"train.steps": steps, "seed": seed, "data.seed": seed}, sharp)
     check_round_trip(task)
 
 
-@pytest.mark.parametrize("version", KNOWN_VERSIONS)
+@pytest.mark.parametrize("version", SAMPLED_VERSIONS)
 @settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(
     preset=st.sampled_from(["mixtral-8x7b", "qwen3-30b-a3b"]),
@@ -224,7 +228,12 @@ def check_round_trip(task: EngineTask) -> None:
 def test_uneven_stages_read_back(version: str) -> None:
     keys = {"train.steps": 100, "train.optimizer.lr": 1e-4, **DATA[1]}
     layout = {"layout.pp": 2, "layout.vp": 2, "layout.stages": [7, 9, 9, 7]}
-    check_round_trip(drawn_task(version, "llama3-8b", {}, keys | layout))
+    task = drawn_task(version, "llama3-8b", {}, keys | layout)
+    if version == "0.12.3":
+        with pytest.raises(InputError, match=r"Megatron-LM 0\.12\.3 has no argument for it"):
+            megatron_launch(task)
+        return
+    check_round_trip(task)
 
 
 def test_the_final_decay_of_a_run_with_a_ramp_reads_back() -> None:
@@ -239,8 +248,9 @@ def test_every_key_of_a_recipe_is_in_the_table_or_listed_as_unsaid() -> None:
     assert forgotten_keys(MEGATRON_TABLE) == []
 
 
-@pytest.mark.parametrize("version", KNOWN_VERSIONS)
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.0", "head"])
 def test_every_row_has_arguments_that_the_version_knows(version: str) -> None:
+    """Older ones lack some, which are done another way or refused; `test_real_parsers.py` holds them to their lists."""
     rows = [row for row in MEGATRON_TABLE.rows if row.render is not None and version in (row.versions or (version,))]
     keys = [key for row in rows for key in row.keys]
     arguments = known_arguments(version)

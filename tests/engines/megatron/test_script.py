@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainshed.engines.megatron.script import find_arguments, read_script
@@ -38,6 +38,7 @@ SCRIPTS = {
     "comments": "# first\nA=1 # then\nshow a#b $A # last\n",
     "exported": "export A=4\nshow $A",
     "joined": 'P=/data; show "$P/x"/$P',
+    "lines that go on": "A='x\\\ny'\nshow a\\\nb \"c\\\nd\" 'e\\\nf' \\\n  g \"$A\" # h \\\n",
     "empty words": "A=''\nshow \"$A\" '' $A end",
 }
 
@@ -50,6 +51,7 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
 
 
 @settings(max_examples=200)
+@example(["\\\n"])
 @given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12), min_size=1, max_size=4))
 def test_quoted_words_come_back_whatever_is_in_them(words: list[str]) -> None:
     script = " ".join(shlex.quote(word) for word in ["show", *words])

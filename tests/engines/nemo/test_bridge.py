@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,3 +157,23 @@ def test_no_path_breaks_out_of_the_script(path: str) -> None:
     tree = ast.parse(script(run_folder=f"/{path}"))
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     assert f"/{path}/checkpoints" in texts
+
+
+@pytest.mark.parametrize(
+    ("data", "blends"),
+    [
+        ("{sequence_length: 512, train: [{path: a}]}", [["t"], None, None]),
+        ("{sequence_length: 512, train: [{path: a}], validation: {path: b}}", [["t"], ["v"], None]),
+    ],
+)
+def test_documents_that_are_trained_on_are_not_validated_on(data: str, blends: list[Any], tmp_path: Path) -> None:
+    launch = build_launch(task(f"data={data}"))
+    lines = next(text for name, text in launch.files.items() if name.endswith(".py")).split("\n")
+    names = ("    splits = ", "    own = ", "    names = ", "    blends = ")
+    picked = [line.strip() for line in lines if line.startswith(names)]
+    assert len(picked) == len(names)
+    (tmp_path / "data.json").write_text(json.dumps({"train": ["t"], "valid": ["v"], "test": ["v"]}))
+    values: dict[str, Any] = {"json": json, "Path": lambda _: tmp_path / "data.json", "get_blend_from_list": list}
+    exec("\n".join(picked), values)
+    assert values["blends"] == blends
+    assert any("blend_per_split=blends" in line for line in lines)

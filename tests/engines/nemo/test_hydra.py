@@ -167,7 +167,7 @@ def test_a_misspelt_argument_is_answered_with_the_key_that_was_meant() -> None:
         (("layout.tp=3", "layout.pp=1"), "ranks are no multiple"),
         (("data.seed=7",), "one seed"),
         (("data.skip=[[0, 5]]",), "order of its own"),
-        (("checkpoint.to=s3://bucket/x",), "into the run's folder"),
+        (("checkpoint.to=/elsewhere/x",), "into the run's folder"),
         (("tokenizer=null",), "size of the vocabulary"),
         (("model={preset: llama3.1-8b, init: random}",), "Llama 3.1's stretched rotary"),
         (("model={preset: qwen3-8b, init: random}",), "normalised queries"),

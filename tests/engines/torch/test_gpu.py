@@ -65,6 +65,31 @@ FAMILIES = {
         **_PATTERN,
     },
     "nemotron": {"rope": {"base": 1e4, "fraction": 0.5}},
+    # Sinks, by FlexAttention's logarithm of its sum; experts with biases, by grouped products.
+    "gpt_oss": {
+        "rope": {"base": 1e4},
+        "ffn": None,
+        "swiglu_limit": 1.0,
+        "moe": {"experts": 8, "top_k": 2, "ffn": 128, "router_bias": True},
+        **_PATTERN,
+    },
+    "llama4_text": {
+        "rope": {"base": 1e4, "interleaved": True, "local_only": True},
+        "attention_chunk": 96,  # the last chunk is a short one
+        "attention_pattern": ["chunk", "full"],
+        "attention_temperature": {"scale": 0.5, "tokens": 32},
+        "qk_l2_norm": True,
+        "moe": {
+            "experts": 8,
+            "top_k": 1,
+            "ffn": 128,
+            "shared_ffn": 128,
+            "scores": "sigmoid",
+            "normalize_top_k": False,
+            "scale_inputs": True,
+            "every": 2,
+        },
+    },
 }
 """What families add to the decoder."""
 LENGTH, BATCH = 256, 4
@@ -200,7 +225,6 @@ def test_adapters_on_a_gpu_train_as_on_a_cpu(config: ModelConfig, options: dict[
 
 
 def test_fp8_products_with_frozen_weights_follow_bf16() -> None:
-    pytest.importorskip("torchao")
     lora = Lora.model_validate({"rank": 8, "alpha": 16, "targets": ["all-linear"]})
     wide, narrow = (outcomes(DENSE, "cuda", precision, lora=lora) for precision in ("bf16", "fp8"))
     assert [step.loss for step in narrow] == pytest.approx([step.loss for step in wide], rel=3e-2)
@@ -260,7 +284,6 @@ def test_compiled_dropout_drops_what_a_cpu_drops(recompute: str) -> None:
 
 
 def test_projections_that_fp8_does_not_take_are_counted() -> None:
-    pytest.importorskip("torchao")
     odd = DENSE.model_copy(update={"ffn": 500})
     layout = resolve_layout(Layout.model_validate({"micro_batch": 2}), odd)
     place = single_rank_mesh(layout, torch.device("cuda"))
@@ -274,7 +297,6 @@ def test_projections_that_fp8_does_not_take_are_counted() -> None:
 
 
 def test_fp8_follows_bf16() -> None:
-    pytest.importorskip("torchao")
     wide, narrow = outcomes(DENSE, "cuda", "bf16"), outcomes(DENSE, "cuda", "fp8")
     assert [each.loss for each in narrow] == pytest.approx([each.loss for each in wide], rel=3e-2)
     assert [each.loss for each in narrow] != [each.loss for each in wide], "the products were not in fp8"

@@ -83,8 +83,6 @@ def count_calls(step: Callable[[], object], *operations: str) -> int:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("config", [DENSE, EXPERTS, WINDOWED], ids=["dense", "experts", "window"])
 def test_dropout_runs_in_compiled_blocks_of_every_kind(config: ModelConfig, recompute: str, precision: str) -> None:
-    if precision == "fp8":
-        pytest.importorskip("torchao")
     there, _ = train(config, "cuda", precision, dropout=0.2, recompute=recompute)
     here, _ = train(config, "cpu", "fp32", dropout=0.2)
     without, _ = train(config, "cpu", "fp32", 1)
@@ -97,7 +95,6 @@ def test_dropout_runs_in_compiled_blocks_of_every_kind(config: ModelConfig, reco
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_recompute_beside_fp8_repeats_products_only_where_it_says_so(config: ModelConfig) -> None:
-    pytest.importorskip("torchao")
     losses, products = {}, {}
     for recompute in ("none", "selective", "full"):
         metrics, step = train(config, "cuda", "fp8", recompute=recompute)
@@ -122,7 +119,6 @@ def test_recompute_repeats_windowed_attention_only_where_it_says_so() -> None:
 
 
 def test_experts_of_an_fp8_run_are_said_to_be_in_bf16() -> None:
-    pytest.importorskip("torchao")
     layout = resolve_layout(Layout.model_validate({"micro_batch": 2}), EXPERTS)
     mesh = single_rank_mesh(layout, torch.device("cuda"))
     model = build_model(EXPERTS, mesh, sequence_length=LENGTH, precision="fp8", regularization=Regularization())

@@ -98,18 +98,12 @@ SAMPLED = {
     ("dense", each)
     for each in [
         "dp=2,shard=none,micro_batch=2",
-        "dp=2,shard=zero2,micro_batch=2",
         HYBRID,
         "cp=2,tp=2,micro_batch=4",
-        "pp=2,schedule=gpipe,micro_batch=2",
-        "pp=2,schedule=zero_bubble,micro_batch=2",
         "pp=2,schedule=zero_bubble,dp=2,micro_batch=2",
-        "tp=2,recompute=full,micro_batch=4",
         "tp=2,recompute=selective,micro_batch=4",
         "pp=2,dp=2,shard=zero2,micro_batch=2",
-        "pp=2,dp=4,replicate=2,shard=full,micro_batch=1",
         "pp=2,vp=2,dp=2,shard=full,micro_batch=1",
-        "pp=2,vp=2,micro_batch=2",
         "pp=2,vp=2,schedule=zero_bubble,micro_batch=2",
         "pp=2,stages=1+3,micro_batch=2",
         "pp=2,schedule=zero_bubble,offload=activations,micro_batch=2",
@@ -139,7 +133,7 @@ def assert_same_curve(
     assert len({event["loss"] for event in expected}) == len(expected), "a run that learns nothing proves nothing"
     for figure in ("batch_hash", "lr", "tokens", "skipped"):
         assert [event[figure] for event in got] == [event[figure] for event in expected]
-    bounds = {"loss": loss, "grad_norm": grad_norm, "z_loss": grad_norm, "moe_balance": grad_norm, "moe_z": grad_norm}
+    bounds = dict.fromkeys(("grad_norm", "z_loss", "moe_balance", "moe_z", "mtp_loss"), grad_norm) | {"loss": loss}
     for figure, bound in bounds.items():
         if figure in expected[0]:
             assert difference(expected, got, figure) <= bound, figure
@@ -159,10 +153,16 @@ FAMILY_SAMPLE = [
     ("gemma3", "dp=2,shard=full,recompute=selective,micro_batch=2"),
     ("gemma2", "cp=2,micro_batch=4"),
     ("phi3", "tp=2,micro_batch=4"),
+    ("gpt_oss", "tp=2,etp=2,micro_batch=4"),
+    ("gpt_oss", "cp=2,ep=2,micro_batch=4"),
+    ("gpt_oss", "pp=2,dp=2,ep=2,shard=full,micro_batch=1"),
+    ("llama4", "tp=2,cp=2,ep=2,micro_batch=4"),
+    ("llama4", "pp=2,dp=2,micro_batch=2"),
 ]
 FAMILY_LAYOUTS = [
     ("nemotron", "tp=2,pp=2,micro_batch=4"),
     *((model, layout) for model in ("olmo3", "gemma3", "gemma2", "nemotron", "phi3") for layout in [*NAMED, *MORE[:6]]),
+    *((model, layout) for model in ("gpt_oss", "llama4") for layout in [*NAMED, *MORE[:6], *EXPERTS]),
 ]
 
 
@@ -193,6 +193,8 @@ DOCUMENTS = "data.document_mask=true"
         ("dense", "tp=2,recompute=selective,micro_batch=4", ()),
         ("olmo3", "cp=2,tp=2,micro_batch=4", ("train.steps=6",)),
         pytest.param("gemma2", "cp=2,micro_batch=4", ("train.steps=6",), marks=pytest.mark.full),
+        pytest.param("llama4", "tp=2,cp=2,ep=2,micro_batch=4", ("train.steps=6",), marks=pytest.mark.full),
+        pytest.param("gpt_oss", "tp=2,cp=2,ep=2,micro_batch=4", ("train.steps=6",), marks=pytest.mark.full),
         ("tied", "tp=2,cp=2,micro_batch=4", ()),
         ("tied", "pp=2,dp=2,micro_batch=2", ()),
         ("moe", "tp=2,ep=2,micro_batch=4", ()),

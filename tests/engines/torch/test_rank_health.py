@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -200,6 +201,17 @@ def test_a_rank_that_does_not_reach_rank_0_says_where_and_which_key_allows_more(
     stored = read_rank_error(health_folder(tmp_path, 1))
     assert stored is not None
     assert stored.what == error.value.what, "its launcher says the same"
+
+
+def test_rank_0_says_that_its_port_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        job = small_job(tmp_path, small_recipe("dense", ["budgets={rendezvous: 1s}"]), "dp=2,micro_batch=2")
+        with pytest.raises(TrainshedError, match=f"rank 0 cannot listen at 127.0.0.1:{port}: another process"):
+            train_rank(job, run_folder=tmp_path, attempt=1)
 
 
 def test_the_hosts_of_a_job_are_those_that_its_agents_wrote(tmp_path: Path) -> None:

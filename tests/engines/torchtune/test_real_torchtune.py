@@ -1,16 +1,14 @@
-"""The torchtune of PyPI runs what we render, on CPUs: the tokens and the mask that are expected, and the same loss.
+"""The torchtune of PyPI (0.6.1) runs what we render, on CPUs: the tokens and the mask that are expected, the same loss.
 
-We render for 0.7.0, which is on no index; the newest there is 0.6.1. It differs in these keys: the loss is another
-component, checkpoints are all kept, and it has no validation, no checkpoints between epochs, no fp8, no mesh of
-several axes (`data_parallel_*`, `context_parallel_dim`) and no log level. Keys that it does not know at the top of the
-file it does not read. 0.7.0 itself was run by hand from its source (41aaca4) on what this test writes: the same
-losses, and two failures of its LoRA recipe that are refused since (checkpoints by steps, clipping on one GPU).
+Of what is rendered for it only the model's builder is replaced, and the device. 0.7.0, which is on no index, was run by
+hand from its source (41aaca4) on what this test writes: the same losses, and two failures of its LoRA recipe that are
+refused since (checkpoints by steps, clipping on one GPU).
 """
 
 from __future__ import annotations
 
 import ast
-import base64
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -21,24 +19,33 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM
 
 from support import TESTS
+from support.models.tiny_torchtune import (
+    SEQUENCE_LENGTH,
+    SIZES,
+    conversations,
+    write_base,
+    write_conversations,
+    write_tokenizer,
+)
 from support.recipes.foreign_tasks import task_of, written
 from trainshed.catalog import model_preset
 from trainshed.data.sampling.rows import SampleRows
+from trainshed.engines.importing import import_file, load_problem, recipe_text
 from trainshed.engines.keys import flatten, nest
 from trainshed.engines.launch import build_launch
 from trainshed.engines.torch.rank import train_rank
 from trainshed.engines.torchtune.adapters import ADAPTER_ROWS, WITHOUT_DORA
 from trainshed.engines.torchtune.builders import builder_of, known_presets
+from trainshed.engines.torchtune.versions import torchtune_version
+from trainshed.errors import InputError
 from trainshed.launch.ranks import free_port
 from trainshed.observe.event_log import read_steps
 from trainshed.observe.profile_summary import find_traces, summarize_trace
@@ -46,18 +53,7 @@ from trainshed.recipe import Recipe, parse_recipe
 from trainshed.storage import open_store, parse
 from trainshed.workflow import prepare_run, run_layout, train_job
 
-SPECIAL_TOKENS = (
-    *("<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>"),
-    *("<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>", "<|image|>"),
-)
-# As torchtune's Llama 3 tokenizer cuts text (tiktoken's cl100k).
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SEQUENCE_LENGTH = 128
 ASKED_STEPS = 3
-SIZES = {"layers": 2, "hidden": 32, "ffn": 64, "heads": 4, "kv_heads": 2}
 RECIPE = f"""
 name: real
 model: {{preset: llama3.1-8b, from: hf://org/tiny}}
@@ -77,7 +73,6 @@ engine:
   args:
     device: cpu
     compile: false
-    loss._component_: torchtune.modules.loss.CEWithChunkedOutputLoss
     tokenizer.special_tokens_path: tokenizer.json
 """
 ONE_BY_ONE = ("data.packing=false",)
@@ -96,44 +91,6 @@ TINY_BUILDER = {
 }
 
 
-def conversations() -> list[dict[str, Any]]:
-    """Twelve conversations; one has a system prompt and two answers."""
-    talks = [
-        [
-            {"role": "user", "content": f"What is {number} plus {number + 1}?"},
-            {"role": "assistant", "content": f" The answer is {2 * number + 1}.\n"},
-        ]
-        for number in range(12)
-    ]
-    more = [{"role": "user", "content": "And then?"}, {"role": "assistant", "content": "Nothing."}]
-    talks[3] = [{"role": "system", "content": "Be brief."}, *talks[3], *more]
-    return [{"messages": messages} for messages in talks]
-
-
-def llama3_tokenizer() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"), byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
-    texts = [message["content"] for talk in conversations() for message in talk["messages"]]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([*texts, *["user assistant system"] * 5], trainer)
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    return tokenizer
-
-
-def write_tiktoken(tokenizer: Tokenizer, file: Path) -> None:
-    """Write the ranks of a byte-level BPE as tiktoken reads them."""
-    to_byte = {letter: byte for byte, letter in bytes_to_unicode().items()}
-    ranks = sorted((number, token) for token, number in tokenizer.get_vocab(with_added_tokens=False).items())
-    lines = (
-        f"{base64.b64encode(bytes(map(to_byte.__getitem__, token))).decode()} {number}\n" for number, token in ranks
-    )
-    file.parent.mkdir(parents=True)
-    file.write_text("".join(lines))
-
-
 @dataclass(frozen=True)
 class Site:
     """The run's folder as the stages before training leave it: base weights, a tokenizer, and data."""
@@ -150,27 +107,9 @@ class Site:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     folder = tmp_path_factory.mktemp("tune")
-    tokenizer = llama3_tokenizer()
-    write_tiktoken(tokenizer, folder / "engine/tokenizer/original/tokenizer.model")
-    tokenizer.save(str(folder / "engine/tokenizer/tokenizer.json"))
-    ends = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-    (folder / "engine/tokenizer/tokenizer_config.json").write_text(json.dumps(ends))
-    (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in conversations()))
-    torch.manual_seed(0)
-    sizes = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=SIZES["hidden"],
-        intermediate_size=SIZES["ffn"],
-        num_hidden_layers=SIZES["layers"],
-        num_attention_heads=SIZES["heads"],
-        num_key_value_heads=SIZES["kv_heads"],
-        max_position_embeddings=SEQUENCE_LENGTH,
-        rms_norm_eps=1e-5,
-        initializer_range=0.3,  # so that attention across conversations would show in the loss
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(sizes).float()
-    model.save_pretrained(folder / "engine/base", safe_serialization=True)
+    tokenizer = write_tokenizer(folder / "engine/tokenizer")
+    write_conversations(folder / "talks.jsonl")
+    model = write_base(folder / "engine/base", tokenizer.get_vocab_size())
     return Site(folder, tokenizer, model)
 
 
@@ -211,8 +150,9 @@ class TorchtuneRun:
 def run_torchtune(site: Site, name: str, *overrides: str, program: str = "llama3") -> TorchtuneRun:
     """Start what we render in one process; of the file, only the model's builder is another."""
     run = site.folder / name
-    run.mkdir()
-    (run / "engine").symlink_to(site.folder / "engine")
+    if not run.exists():
+        run.mkdir()
+        (run / "engine").symlink_to(site.folder / "engine")
     path = f"data.train=[{{path: {site.data}}}]"
     special = f'engine.args."tokenizer.special_tokens_path"={site.folder}/engine/tokenizer/tokenizer.json'
     recipe = written(RECIPE, [path, special, *overrides])
@@ -223,7 +163,6 @@ def run_torchtune(site: Site, name: str, *overrides: str, program: str = "llama3
     config = flatten(yaml.safe_load(launch.files["torchtune.yaml"]))
     config |= {f"model.{key}": value for key, value in TINY_BUILDER.items()}
     config |= {"model._component_": f"torchtune.models.llama3.{program}", "model.vocab_size": site.model.vocab_size}
-    del config["checkpointer.keep_last_n_checkpoints"]
     (run / "torchtune.yaml").write_text(yaml.safe_dump(nest(config), sort_keys=False))
     (run / "start_torchtune.py").write_text(launch.files["start_torchtune.py"])
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -236,7 +175,7 @@ def run_torchtune(site: Site, name: str, *overrides: str, program: str = "llama3
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    log = next((run / "torchtune").glob("log_*.txt")).read_text()
+    log = max((run / "torchtune").glob("log_*.txt"), key=lambda file: file.stat().st_mtime_ns).read_text()
     losses = [float(loss) for loss in re.findall(r"^Step \d+ \| loss:([\d.]+)", log, re.MULTILINE)]
     return TorchtuneRun(json.loads((run / "samples.json").read_text()), losses, done.stderr)
 
@@ -281,6 +220,24 @@ def test_packed_conversations_do_not_see_each_other(site: Site) -> None:
     assert run.losses[0] == pytest.approx(expected_loss(site), abs=1e-4)
 
 
+@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_second_start_goes_on_after_the_first_pass_and_ends_with_the_same_losses(site: Site, adapters: bool) -> None:
+    length = ("train.steps=null", "train.epochs=2", "train.global_batch=4", "layout.micro_batch=4")
+    more = ("train.lora={rank: 2, alpha: 4}", "train.schedule={name: cosine, warmup: 1}") if adapters else ()
+    name, program = ("two-adapted", "lora_llama3") if adapters else ("two-passes", "llama3")
+    whole = run_torchtune(site, name, *ONE_BY_ONE, *length, *more, program=program)
+    assert len(whole.losses) == 6
+    saved = site.folder / name / "checkpoints"
+    assert json.loads((saved / "finished.json").read_text()) == {"length": "epochs=2", "checkpoint": "epoch_1"}
+    # As if the second save had been killed between its files.
+    (saved / "finished.json").unlink()
+    again = run_torchtune(site, name, *ONE_BY_ONE, *length, *more, program=program)
+    assert "set aside as unfinished_epoch_1" in again.output
+    assert again.losses == pytest.approx(whole.losses[3:], abs=1e-6)
+    third = run_torchtune(site, name, *ONE_BY_ONE, *length, *more, program=program)
+    assert "this run has ended already" in third.output
+
+
 def test_every_builder_that_we_name_takes_the_keys_that_we_write() -> None:
     """Read from the source of the installed torchtune, which has no Qwen 3 yet."""
     taken = dict(installed_builders())
@@ -296,12 +253,49 @@ def test_every_builder_that_we_name_takes_the_keys_that_we_write() -> None:
         assert taken[builder.component(lora=True)] >= keys - without_dora, preset
 
 
-def installed_builders() -> Iterator[tuple[str, set[str]]]:
-    """Every builder of a model that the installed torchtune has, and the arguments that it takes."""
+def package_file(*parts: str) -> Path:
+    """A file of the installed torchtune, or of the recipes beside it."""
     spec = importlib.util.find_spec("torchtune")
     assert spec is not None
     assert spec.origin is not None
-    for file in (Path(spec.origin).parent / "models").glob("*/_model_builders.py"):
+    return Path(spec.origin).parent.joinpath(*parts)
+
+
+def test_the_keys_of_this_version_are_those_that_its_recipes_read() -> None:
+    """Read from the source of the installed torchtune."""
+    read = set()
+    for recipe in ("full_finetune_distributed", "lora_finetune_distributed"):
+        text = package_file("..", "recipes", f"{recipe}.py").read_text()
+        read |= set(re.findall(r"\bcfg\.(?!get\b)(\w+)", text)) | set(re.findall(r"\bcfg\.get\(\s*\"(\w+)\"", text))
+    version = torchtune_version(importlib.metadata.version("torchtune"))
+    sections = {name for name in version.keys.sections if "." not in name}
+    assert read - sections - {"profiler"} <= set(version.keys.sections["-"])
+    assert set(version.keys.sections["-"]) <= read
+    assert version.loss.rpartition(".")[2] in package_file("modules", "loss", "__init__.py").read_text()
+
+
+CONFIGS = sorted(package_file("..", "recipes", "configs").resolve().rglob("*.yaml"))
+
+
+def test_every_file_that_torchtune_ships_is_read_or_refused_by_name() -> None:
+    """Files of generation, evaluation and quantisation ended in a TypeError."""
+    assert len(CONFIGS) > 100
+    loaded, refused = 0, 0
+    for file in CONFIGS:
+        try:
+            imported = import_file(file, gpus=8)
+        except InputError:
+            refused += 1
+            continue
+        assert load_problem(recipe_text(imported, file.name)) is None, file
+        loaded += 1
+    assert loaded > 60
+    assert refused > 60
+
+
+def installed_builders() -> Iterator[tuple[str, set[str]]]:
+    """Every builder of a model that the installed torchtune has, and the arguments that it takes."""
+    for file in package_file("models").glob("*/_model_builders.py"):
         for line in ast.parse(file.read_text()).body:
             if isinstance(line, ast.FunctionDef):
                 taken = {argument.arg for argument in line.args.args}

@@ -14,7 +14,8 @@ from trainshed.engines.importing import import_text
 from trainshed.engines.launch import EngineLaunch, build_launch
 from trainshed.engines.torchtune.builders import known_presets
 from trainshed.engines.torchtune.dataset import split_text
-from trainshed.engines.torchtune.keys import TORCHTUNE_KEYS, TORCHTUNE_TABLE
+from trainshed.engines.torchtune.keys import TORCHTUNE_TABLE
+from trainshed.engines.torchtune.versions import DEFAULT_VERSION, SOURCE_VERSION, VERSIONS, torchtune_version
 from trainshed.errors import InputError
 from trainshed.recipe.data import SAMPLE_COLUMNS
 from trainshed.recipe.train import LATENT_PROJECTIONS, lora_projections
@@ -104,6 +105,11 @@ def told_targets(flat: dict[str, Any]) -> Any:
     return sorted({name for target in targets for name in lora_projections(target)} - {"experts", *LATENT_PROJECTIONS})
 
 
+def on_pypi(flat: dict[str, Any]) -> bool:
+    """Whether it is for the version on PyPI."""
+    return flat.get("engine.version") == DEFAULT_VERSION
+
+
 ANY = {
     "name": "any",
     "model": {"preset": "llama3.1-8b", "from": "hf://org/base"},
@@ -123,9 +129,10 @@ ALIKE: Alike = {
         lambda flat: bool(flat.get("observe.tensorboard")),
     ),
     "checkpoint.every": (
-        "adapters are saved after every pass",
-        lambda flat: None if "train.lora.rank" in flat else flat.get("checkpoint.every"),
+        "adapters are saved after every pass, and by 0.6.1 all",
+        lambda flat: None if "train.lora.rank" in flat or on_pypi(flat) else flat.get("checkpoint.every"),
     ),
+    "checkpoint.keep": ("0.6.1 keeps all", lambda flat: None if on_pypi(flat) else flat.get("checkpoint.keep")),
     "train.lora.quantize": ("null is not written", lambda flat: flat.get("train.lora.quantize")),
     "engine.args.compile": (
         "false is what LoRA is rendered with in any case",
@@ -151,6 +158,7 @@ ALIKE: Alike = {
     accumulation=st.integers(1, 4),
     nodes=st.integers(1, 3),
     seed=st.integers(0, 99999),
+    version=st.sampled_from(VERSIONS),
 )
 def test_import_of_what_is_rendered_is_the_recipe(
     preset: str,
@@ -162,6 +170,7 @@ def test_import_of_what_is_rendered_is_the_recipe(
     accumulation: int,
     nodes: int,
     seed: int,
+    version: str,
 ) -> None:
     dp = nodes * 8 // layout["tp"]
     columns = {"columns": form["columns"]} if "columns" in form else {}
@@ -181,6 +190,7 @@ def test_import_of_what_is_rendered_is_the_recipe(
                 "train.global_batch": dp * layout["micro_batch"] * accumulation,
                 "layout": layout | {"shard": "full"},
                 "engine.name": "torchtune",
+                "engine.version": version,
                 "seed": seed,
                 **length,
                 **data,
@@ -192,6 +202,10 @@ def test_import_of_what_is_rendered_is_the_recipe(
         assume(False)
         raise
     imported = import_text(launch.files["torchtune.yaml"], "torchtune.yaml", gpus=nodes * 8)
+    read_version = imported.recipe["engine"].get("version", DEFAULT_VERSION)
+    assert read_version in (version, DEFAULT_VERSION), "more than the file asks for"
+    # A file that both versions read alike is taken for the one on PyPI.
+    imported.recipe["engine"]["version"] = version
     again = read_back(imported)
     assert said_keys(again, TORCHTUNE_TABLE.unsaid, ALIKE) == said_keys(recipe, TORCHTUNE_TABLE.unsaid, ALIKE)
     rendered_again = build_launch(task_of(again, nodes=nodes, steps=again.train.steps or 50))
@@ -208,9 +222,14 @@ def test_every_key_of_a_recipe_is_in_the_table_or_listed_as_unsaid() -> None:
 
 
 def test_every_row_has_a_key_that_torchtune_reads() -> None:
-    keys = [key for row in TORCHTUNE_TABLE.rows if row.render is not None for key in row.keys]
-    assert [key for key in keys if not TORCHTUNE_KEYS.knows(key)] == []
-    assert len(keys) == len(set(keys))
+    for version in VERSIONS:
+        rows = [row for row in TORCHTUNE_TABLE.rows if row.render is not None and version in (row.versions or VERSIONS)]
+        keys = [key for row in rows for key in row.keys]
+        # What these belong to is refused before it is rendered for 0.6.1.
+        refused = () if version == SOURCE_VERSION else ("dataset_val.", "batch_size_val", "enable_fp8", "fp8_")
+        known = torchtune_version(version).keys
+        assert [key for key in keys if not known.knows(key) and not key.startswith(refused)] == []
+        assert len(keys) == len(set(keys))
 
 
 @pytest.mark.parametrize("start", [1, 2, 10])

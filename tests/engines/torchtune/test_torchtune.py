@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from support.recipes.foreign_tasks import FILES, loaded, shown, task_of, written
 from support.recipes.golden_files import check_golden
@@ -22,8 +24,10 @@ from trainshed.engines.keys import flatten
 from trainshed.engines.launch import EngineTask, build_launch
 from trainshed.engines.torchtune import start
 from trainshed.engines.torchtune.builders import builder_named, builder_of, known_presets
-from trainshed.engines.torchtune.keys import TORCHTUNE_KEYS, TORCHTUNE_TABLE
+from trainshed.engines.torchtune.keys import TORCHTUNE_TABLE
+from trainshed.engines.torchtune.versions import torchtune_version
 from trainshed.errors import InputError
+from trainshed.workflow.submit import check_export
 
 RECIPE = """
 name: chat
@@ -41,9 +45,11 @@ train:
   optimizer: {lr: 2.0e-5}
   schedule: {name: cosine, warmup: 20}
 layout: {tp: 2, micro_batch: 2, shard: full}
-engine: torchtune
+engine: {name: torchtune, version: "0.7.0"}
 checkpoint: {every: 100, keep: 2}
 """
+ON_PYPI = ('engine.version="0.6.1"', "data.validation=null", "data.split=null", "checkpoint={}")
+"""The same for the version on PyPI, which has neither validation nor checkpoints by steps."""
 LORA = ("train.lora={rank: 16, alpha: 32}", "layout.tp=1", "checkpoint.every=null")
 
 
@@ -208,8 +214,9 @@ QUANTIZED = (*LORA, "train.lora.dora=true", "train.lora.quantize=nf4", "data.sys
 
 @pytest.mark.parametrize("overrides", [(), LORA, QUANTIZED, ("observe.profile={}",)])
 def test_every_key_we_can_write_is_one_that_torchtune_reads(overrides: tuple[str, ...]) -> None:
-    keys = [setting.key for setting in TORCHTUNE_TABLE.render(task(*overrides))]
-    assert [key for key in keys if not TORCHTUNE_KEYS.knows(key)] == []
+    for name, more in (("0.7.0", ()), ("0.6.1", ON_PYPI)):
+        keys = [setting.key for setting in TORCHTUNE_TABLE.render(task(*overrides, *more), name)]
+        assert [key for key in keys if not torchtune_version(name).keys.knows(key)] == []
 
 
 FILE = """
@@ -300,6 +307,12 @@ def test_adapters_that_would_fail_at_their_end_are_named_where_they_are_imported
     assert found.recipe["checkpoint"]["every"] is None
 
 
+def test_an_export_of_adapters_that_nobody_can_read_is_refused_before_they_are_trained() -> None:
+    recipe = written(RECIPE, [*ON_PYPI, *LORA[:2], "train.lora.dora=true", "export={}"])
+    with pytest.raises(InputError, match="magnitudes of DoRA in its own order of heads"):
+        check_export(recipe, task(*ON_PYPI, *LORA[:2]).layout)
+
+
 def test_one_gpu_does_not_clip_the_gradients_of_adapters() -> None:
     one = {"nodes": 1, "gpus_per_node": 1}
     with pytest.raises(InputError, match="clips gradients that several GPUs share"):
@@ -377,7 +390,7 @@ def test_a_model_without_a_preset_is_known_by_its_sizes_and_its_address() -> Non
         (("train.early_stop={patience: 2}",), "does not end a run"),
         (("checkpoint.best={}",), "does not keep the best"),
         (("train.optimizer.states=fp32",), "states in another precision"),
-        ((*LORA, "checkpoint.every=100"), "it saves after every pass"),
+        ((*LORA, "checkpoint.every=100"), "saves after every pass"),
         ((*LORA, "train.lora.rslora=true"), "write `alpha: 128`, which is the same scale"),
         ((*LORA, "train.lora.quantize=int8"), "in NF4, not in int8"),
         ((*LORA, "train.lora.targets=[experts]"), "models without experts"),
@@ -391,7 +404,16 @@ def test_a_model_without_a_preset_is_known_by_its_sizes_and_its_address() -> Non
         (("engine.args.batchsize=7",), "torchtune 0.7.0 reads no `batchsize`"),
         (("data.split={train: 0.955, validation: 0.045}",), "whole percents"),
         (("data.seed=9",), "one seed"),
-        (('engine.version="0.6.1"',), "torchtune 0.6.1 is not known here"),
+        (('engine.version="0.5.0"',), "torchtune 0.5.0 is not known here"),
+        (('engine.version="0.6.1"',), "torchtune 0.6.1 has no validation during a run"),
+        ((*ON_PYPI, "checkpoint.every=100"), "torchtune 0.6.1 has no checkpoints by steps"),
+        ((*ON_PYPI, "checkpoint.keep=1"), "torchtune 0.6.1 has no way to remove old checkpoints"),
+        ((*ON_PYPI, "train.precision=fp8"), "torchtune 0.6.1 has no fp8"),
+        ((*ON_PYPI, "layout.replicate=2"), "torchtune 0.6.1 has no replicas"),
+        (
+            (*ON_PYPI, "layout.tp=1", "model={preset: qwen3-8b, from: hf://Qwen/Qwen3-8B}"),
+            "torchtune 0.6.1 has no builder of qwen3-8b",
+        ),
         (("budgets={step: 20m}",), "torchtune takes no limit for its collectives"),
     ],
 )
@@ -432,43 +454,112 @@ def base(tmp_path: Path) -> Path:
     return folder
 
 
-def saved(output: Path, name: str, *files: str) -> None:
-    (output / name).mkdir(parents=True)
-    for file in files:
-        (output / name / file).write_text("")
+FULL, LORA_RECIPE = "full_finetune_distributed", "lora_finetune_distributed"
+
+
+def save_weights(output: Path, name: str, *, files: int = 1, whole: bool = True, state: bool = False) -> Path:
+    """Weights as torchtune leaves them; its last version has the state of the run beside them."""
+    folder = output / name
+    folder.mkdir(parents=True)
+    names = [f"model-{number:05d}-of-{files:05d}.safetensors" for number in range(1, files + 1)]
+    for file in names:
+        save_file({"weight": torch.ones(8)}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {f"w{number}": file for number, file in enumerate(names)}})
+    )
+    if not whole:
+        (folder / names[-1]).write_bytes((folder / names[-1]).read_bytes()[:-4])
+    if state:
+        torch.save({"epochs_run": 1}, folder / "recipe_state.pt")
+    return folder
+
+
+def save_shared_state(output: Path, epochs: int) -> None:
+    """The state of a run as 0.6.1 leaves it, one for all weights."""
+    (output / "recipe_state").mkdir(parents=True, exist_ok=True)
+    torch.save({"epochs_run": epochs, "optimizer": {"a": torch.ones(2)}}, output / "recipe_state" / "recipe_state.pt")
 
 
 def test_a_first_start_reads_the_files_of_the_base(base: Path, tmp_path: Path) -> None:
-    found = start.overrides("full_finetune_distributed", base, tmp_path / "out", "auto")
+    assert start.choose_checkpoint(tmp_path / "out", "auto", 0) is None
     files = "model-00001-of-00002.safetensors,model-00002-of-00002.safetensors"
-    assert found == [f"checkpointer.checkpoint_files=[{files}]", "resume_from_checkpoint=False"]
+    assert start.overrides(FULL, base, None, "0.6.1") == [
+        f"checkpointer.checkpoint_files=[{files}]",
+        "resume_from_checkpoint=False",
+    ]
 
 
 def test_a_restart_goes_on_from_the_newest_checkpoint(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    saved(out, "step_9", "recipe_state.pt", "model-00001-of-00001.safetensors")
-    saved(out, "step_10", "recipe_state.pt", "model-00001-of-00003.safetensors")
-    assert start.overrides("full_finetune_distributed", base, out, "must") == [
-        "checkpointer.checkpoint_files=[model-00001-of-00003.safetensors]",
-        "resume_from_checkpoint=True",
-    ]
+    save_weights(out, "step_9", state=True)
+    newest = save_weights(out, "step_10", files=3, state=True)
+    assert start.choose_checkpoint(out, "must", 0) == newest
+    assert start.overrides(FULL, base, newest, "0.7.0")[1] == "resume_from_checkpoint=True"
+    assert start.overrides(FULL, base, newest, "0.7.0")[0].count("of-00003.safetensors") == 3
+    assert start.overrides(FULL, base, newest, "0.6.1")[0].count("step_10/model-") == 3
+
+
+def test_a_restart_of_0_6_goes_on_from_the_weights_that_its_state_belongs_to(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = save_weights(out, "epoch_0")
+    save_shared_state(out, epochs=1)
+    assert start.choose_checkpoint(out, "auto", 0) == first
+    # Killed between the weights of the second pass and their state: torchtune would train the pass twice.
+    save_weights(out, "epoch_1")
+    assert start.choose_checkpoint(out, "auto", 1) == first
+    assert (out / "epoch_1").is_dir(), "rank 0 alone sets weights aside"
+    assert start.choose_checkpoint(out, "auto", 0) == first
+    assert sorted(path.name for path in out.iterdir()) == ["epoch_0", "recipe_state", "unfinished_epoch_1"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_weights_without_a_state_are_set_aside_and_trained_again(tmp_path: Path, whole: bool) -> None:
+    out = tmp_path / "out"
+    for name in ("unfinished_epoch_0", "unfinished_epoch_0_1"):
+        (out / name).mkdir(parents=True)
+    save_weights(out, "epoch_0", whole=whole)
+    assert start.choose_checkpoint(out, "auto", 0) is None
+    assert (out / "unfinished_epoch_0_2").is_dir()
+    assert not (out / "epoch_0").exists()
+
+
+def test_a_state_that_was_cut_short_is_not_gone_on_from(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    save_weights(out, "epoch_0")
+    save_shared_state(out, epochs=1)
+    state = out / "recipe_state" / "recipe_state.pt"
+    state.write_bytes(state.read_bytes()[:-40])
+    with pytest.raises(SystemExit, match="was not written to its end"):
+        start.choose_checkpoint(out, "auto", 0)
+
+
+def test_what_has_ended_is_not_trained_again_and_cannot_be_made_longer(tmp_path: Path) -> None:
+    assert not start.has_finished(tmp_path, "epochs=1")
+    (tmp_path / "finished.json").write_text('{"length": "epochs=1", "checkpoint": "epoch_0"}')
+    assert start.has_finished(tmp_path, "epochs=1")
+    with pytest.raises(SystemExit, match="no state with its last weights"):
+        start.has_finished(tmp_path, "epochs=2")
 
 
 def test_a_restart_of_an_adapter_reads_the_base_again(base: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    saved(out, "epoch_0", "recipe_state.pt", "adapter_model.safetensors", "adapter_model.pt")
-    found = start.overrides("lora_finetune_distributed", base, out, "auto")
-    assert "model-00001-of-00002.safetensors" in found[0]
-    assert found[1] == "resume_from_checkpoint=True"
+    out = tmp_path / "out" / "epoch_0"
+    out.mkdir(parents=True)
+    (out / "adapter_config.json").write_text("{}")
+    save_file({"a": torch.ones(4)}, out / "adapter_model.safetensors")
+    assert start.choose_checkpoint(tmp_path / "out", "auto", 1) is None
+    torch.save({}, out / "adapter_model.pt")
+    save_shared_state(tmp_path / "out", epochs=1)
+    assert start.choose_checkpoint(tmp_path / "out", "auto", 0) == out
+    assert "model-00001-of-00002.safetensors" in start.overrides(LORA_RECIPE, base, out, "0.6.1")[0]
 
 
 @pytest.mark.parametrize(
     ("overrides", "length"),
     [
-        ((), ["steps=200"]),
-        (("train.steps=null", "train.epochs=3"), []),
-        (("train.steps=null", "train.epochs=1.5"), ["epochs=1.5"]),
-        (("observe.profile={ranks: [0, 3]}",), ["steps=200", "profile_ranks=0,3"]),
+        ((), ["version=0.7.0", "steps=200"]),
+        ((*ON_PYPI, "train.steps=null", "train.epochs=3"), ["version=0.6.1", "epochs=3"]),
+        (("train.steps=null", "train.epochs=1.5"), ["version=0.7.0", "epochs=1.5"]),
+        (("observe.profile={ranks: [0, 3]}",), ["version=0.7.0", "steps=200", "profile_ranks=0,3"]),
     ],
 )
 def test_a_length_that_only_the_data_can_put_into_passes_is_told_to_the_start(
@@ -488,22 +579,18 @@ def test_passes_over_the_data_are_exactly_the_steps_that_were_asked_for(steps: i
 
 @pytest.mark.parametrize(
     ("resume", "checkpoint", "what"),
-    [
-        ("must", None, "holds no checkpoint"),
-        ("fresh", ("step_5", "recipe_state.pt"), "is fresh, and"),
-        ("auto", ("step_5", "model-00001-of-00001.safetensors"), "was not written to its end"),
-    ],
+    [("must", None, "holds no checkpoint"), ("fresh", "step_5", "is fresh, and"), ("must", "epoch_0", "holds no")],
 )
 def test_a_start_that_would_not_do_what_was_asked_stops(
-    base: Path, tmp_path: Path, resume: str, checkpoint: tuple[str, str] | None, what: str
+    tmp_path: Path, resume: str, checkpoint: str | None, what: str
 ) -> None:
     if checkpoint:
-        saved(tmp_path / "out", *checkpoint)
+        save_weights(tmp_path / "out", checkpoint)
     with pytest.raises(SystemExit, match=what):
-        start.overrides("full_finetune_distributed", base, tmp_path / "out", resume)
+        start.choose_checkpoint(tmp_path / "out", resume, 0)
 
 
-@pytest.mark.parametrize("last", [("auto",), ("auto", "steps=12")])
+@pytest.mark.parametrize("last", [("auto", "epochs=1"), ("auto", "steps=12")])
 def test_the_rendered_program_starts_the_installed_recipe_with_its_ranks_untouched(
     base: Path, tmp_path: Path, last: tuple[str, ...]
 ) -> None:
@@ -530,8 +617,9 @@ def test_the_rendered_program_starts_the_installed_recipe_with_its_ranks_untouch
     launch = build_launch(task())
     program = tmp_path / "start_torchtune.py"
     program.write_text(launch.files["start_torchtune.py"])
+    words = [sys.executable, str(program), launch.arguments[0], "torchtune.yaml"]
     done = subprocess.run(
-        [sys.executable, str(program), launch.arguments[0], "torchtune.yaml", str(base), str(tmp_path / "o"), *last],
+        [*words, str(base), str(tmp_path / "o"), *last, "version=0.6.1"],
         env={**os.environ, "PYTHONPATH": str(site), "RANK": "13"},
         capture_output=True,
         text=True,

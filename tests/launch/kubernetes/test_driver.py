@@ -16,6 +16,7 @@ from support.clusters.kubernetes_server import TOKEN, KubernetesServer, kubernet
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.kubernetes.api import KubeApi
 from trainshed.launch.kubernetes.driver import drive
+from trainshed.launch.kubernetes.kinds import CONFIG_MAP
 from trainshed.launch.kubernetes.render import render
 from trainshed.reporting import SILENT
 
@@ -96,7 +97,56 @@ def test_each_stage_is_created_when_the_one_before_has_succeeded(server: Kuberne
         f"train: JobSet/{NAME} is created",
         "train: done",
     ]
-    assert b"".join(server.bodies).decode() == "".join(file.read_text() for file in sorted(manifests.iterdir()))
+    assert b"".join(server.bodies).decode() == "".join(file.read_text() for file in sorted(manifests.glob("*.yaml")))
+
+
+def owned_run(server: KubernetesServer, manifests: Path, owner: str, notes: Notes) -> None:
+    with api_of(server) as api:
+        drive(api, manifests, owner=owner, reporter=notes, poll_seconds=0.02, api_retry_seconds=5.0)
+
+
+def test_stages_are_deleted_with_the_config_map_that_they_are_from(server: KubernetesServer, manifests: Path) -> None:
+    folder = "/api/v1/namespaces/ml/configmaps"
+    server.put(f"{folder}/mine", {})
+    server.put(f"{folder}/other", {})
+
+    def controller(text: str) -> None:
+        if "is created" in text:
+            end(server, next(stage for stage in STAGES if stage.endswith(f"/{text.split()[1].partition('/')[2]}")))
+
+    owned_run(server, manifests, "mine", Notes(controller))
+    assert created(server) == STAGES
+    with api_of(server) as api:
+        api.delete(CONFIG_MAP, "other")
+        assert created(server) == STAGES
+        api.delete(CONFIG_MAP, "mine")  # `helm uninstall`, `trainshed cancel`
+    assert created(server) == []
+
+
+def test_what_an_earlier_release_left_is_replaced_and_what_is_its_own_stays(
+    server: KubernetesServer, manifests: Path
+) -> None:
+    folder = "/api/v1/namespaces/ml/configmaps"
+    server.put(f"{folder}/before", {})
+    server.put(f"{folder}/after", {})
+
+    def controller(text: str) -> None:
+        if "is created" in text:
+            end(server, next(stage for stage in STAGES if stage.endswith(f"/{text.split()[1].partition('/')[2]}")))
+
+    owned_run(server, manifests, "before", Notes(controller))
+    uids = {path: each["metadata"]["uid"] for path, each in server.objects.items() if "/configmaps/" not in path}
+    again = Notes(controller)
+    owned_run(server, manifests, "before", again)
+    assert not any("earlier release" in text for text in again.texts)
+    assert all(server.objects[path]["metadata"]["uid"] == uid for path, uid in uids.items())
+    upgraded = Notes(controller)
+    owned_run(server, manifests, "after", upgraded)
+    assert f"train: JobSet/{NAME} of an earlier release is replaced" in upgraded.texts
+    assert not any(server.objects[path]["metadata"]["uid"] == uid for path, uid in uids.items())
+    server.objects.pop(f"{folder}/before")
+    with pytest.raises(TrainshedError, match="the ConfigMap before is gone"):
+        owned_run(server, manifests, "before", Notes())
 
 
 def test_a_stage_that_fails_ends_the_line_and_later_ones_are_never_created(

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import ssl
-import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,6 @@ import pytest
 import yaml
 
 from support.clusters.kubernetes_schemas import check
-from support.clusters.kubernetes_server import TOKEN, KubernetesServer, kubernetes_server
 from support.clusters.pod_runner import PodRunner
 from support.models.made_tokenizers import CONFIGS, KINDS, save
 from support.models.tiny_models import save_tiny_hf
@@ -38,52 +33,6 @@ from trainshed.observe.event_log import read_events, read_steps
 from trainshed.recipe import Cluster, load_cluster, load_recipe, to_yaml
 from trainshed.storage import LocalStore
 from trainshed.workflow.submit import build_job
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate for the server, in the place where pods find it, with a token and a namespace."""
-    folder = tmp_path_factory.mktemp("account")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=api", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", folder / "key.pem",
-         "-out", folder / "ca.crt"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    (folder / "token").write_text(TOKEN)
-    (folder / "namespace").write_text("ml")
-    return folder
-
-
-@pytest.fixture
-def runner(authority: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PodRunner]:
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        message = "pods need root and `unshare` for a mount namespace of their own"
-        if os.environ.get("TRAINSHED_REQUIRE_ALL") == "1":
-            pytest.fail(message)
-        pytest.skip(message)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(authority / "ca.crt", authority / "key.pem")
-    pods, shared = tmp_path / "pods", tmp_path / "shared"
-    pods.mkdir()
-    shared.mkdir()
-    with kubernetes_server(context) as server:
-        monkeypatch.setenv("KUBECONFIG", str(_kubeconfig(server, authority, tmp_path / "config")))
-        found = PodRunner(server, pods, "ml", shared, authority)
-        yield found
-        found.close()
-
-
-def _kubeconfig(server: KubernetesServer, authority: Path, file: Path) -> Path:
-    cluster = {"server": server.url, "certificate-authority": str(authority / "ca.crt")}
-    body = {
-        "current-context": "here",
-        "clusters": [{"name": "here", "cluster": cluster}],
-        "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me"}}],
-        "users": [{"name": "me", "user": {"token": TOKEN}}],
-    }
-    file.write_text(yaml.safe_dump(body))
-    return file
 
 
 def written_cluster(folder: Path, **changed: Any) -> Cluster:
@@ -233,6 +182,7 @@ def answered_tokens(port: int) -> int:
         return json.load(answer)["usage"]["completion_tokens"]
 
 
+@pytest.mark.full
 def test_a_server_is_started_again_when_it_dies_or_hangs_and_drains_when_it_is_cancelled(
     runner: PodRunner, tmp_path: Path
 ) -> None:
@@ -317,7 +267,8 @@ def test_a_page_is_opened_in_a_pod_beside_the_files_and_removed_with_the_last_lo
             (listed,) = page.ask_json("/api/runs")["runs"]
             assert (listed["run"], listed["step"]) == ("proof/x", 6)
         assert page.interrupt() == 0, page.log.read_text()
-    assert not [path for path in runner.server.objects if "/jobs/" in path or "/configmaps/" in path]
+    left = [path for path in runner.server.objects if "/jobs/" in path or "/configmaps/" in path]
+    assert not [path for path in left if "/trainshed-code-" not in path], "our code is shared by all jobs and stays"
 
 
 def test_a_page_that_is_kept_is_the_service_that_the_seed_forwards_to(

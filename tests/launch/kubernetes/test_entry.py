@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import shutil
@@ -14,10 +15,12 @@ from pathlib import Path
 import pytest
 
 import trainshed
+from support.clusters.bare_python import bare_python
 from support.clusters.kubernetes_jobs import cluster_of, train_alone
 from trainshed.launch.fabric import FabricSetup
-from trainshed.launch.kubernetes.objects import CODE_FOLDER, LOCAL_FOLDER
-from trainshed.launch.kubernetes.pod import CODE_PIECE_BYTES, entry_script, fabric_script
+from trainshed.launch.kubernetes.code import CODE_PIECE_BYTES
+from trainshed.launch.kubernetes.objects import LOCAL_FOLDER
+from trainshed.launch.kubernetes.pod import entry_script, fabric_script
 from trainshed.launch.ranks import free_port
 
 SHOWN = 'printf "%s\\n" "$TRAINSHED_NODE_RANK" "$NODE_RANK" "${RANK-unset}" "${TRAINSHED_HOST-}"'
@@ -33,37 +36,69 @@ def enter(folder: Path, *command: str, **environment: str) -> subprocess.Complet
 
 
 def test_the_paths_in_the_script_are_those_in_the_manifests() -> None:
-    assert f":-{CODE_FOLDER}}}" in entry_script()
     assert f":-{LOCAL_FOLDER}}}" in entry_script()
 
 
-def test_our_code_is_put_together_and_comes_first(tmp_path: Path) -> None:
+def packed_module() -> bytes:
+    """An archive as our code is sent, larger than a ConfigMap."""
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w:xz") as archive:
         body = b"WHERE = 'shipped'\n" + b"#" * 200_000 + os.urandom(400_000).hex().encode()
         entry = tarfile.TarInfo("shipped_module.py")
         entry.size = len(body)
         archive.addfile(entry, io.BytesIO(body))
-    pieces = tmp_path / "code"
+    assert len(data.getvalue()) > CODE_PIECE_BYTES
+    return data.getvalue()
+
+
+ASK = [sys.executable, "-c", "import shipped_module; print(shipped_module.WHERE)"]
+
+
+def code_variables(folder: Path, place: Path, data: bytes) -> dict[str, str]:
+    (folder / "image").mkdir()
+    (folder / "image" / "shipped_module.py").write_text("WHERE = 'image'\n")
+    (folder / "local").mkdir()
+    return {
+        "TRAINSHED_CODE": str(place),
+        "TRAINSHED_CODE_SHA256": hashlib.sha256(data).hexdigest(),
+        "TRAINSHED_LOCAL_FOLDER": str(folder / "local"),
+        "PYTHONPATH": str(folder / "image"),
+    }
+
+
+def test_our_code_is_put_together_from_config_maps_and_comes_first(tmp_path: Path) -> None:
+    packed, pieces = packed_module(), tmp_path / "code"
     pieces.mkdir()
-    packed = data.getvalue()
-    assert len(packed) > CODE_PIECE_BYTES
     for number, start in enumerate(range(0, len(packed), CODE_PIECE_BYTES)):
         (pieces / f"piece-{number:03d}").write_bytes(packed[start : start + CODE_PIECE_BYTES])
-    (tmp_path / "image").mkdir()
-    (tmp_path / "image" / "shipped_module.py").write_text("WHERE = 'image'\n")
-    (tmp_path / "local").mkdir()
-    folders = {
-        "TRAINSHED_CODE": "code.tar.xz",
-        "TRAINSHED_CODE_FOLDER": str(pieces),
-        "TRAINSHED_LOCAL_FOLDER": str(tmp_path / "local"),
-        "PYTHONPATH": str(tmp_path / "image"),
-    }
-    ask = [sys.executable, "-c", "import shipped_module; print(shipped_module.WHERE)"]
+    variables = code_variables(tmp_path, pieces, packed)
     for _ in range(2):  # a container that starts again finds it there
-        done = enter(tmp_path, *ask, **folders)
+        done = enter(tmp_path, *ASK, **variables)
         assert done.stdout == "shipped\n", done.stderr
         shutil.rmtree(pieces, ignore_errors=True)
+
+
+def test_our_code_is_taken_from_the_store_and_compared_with_its_hash(tmp_path: Path) -> None:
+    packed, archive = packed_module(), tmp_path / "code.tar.xz"
+    variables = code_variables(tmp_path, archive, packed)
+    missing = enter(tmp_path, *ASK, **variables)
+    assert missing.returncode == 1
+    assert "error: our code cannot be read" in missing.stderr
+    archive.write_bytes(packed[:-1] + b"!")
+    damaged = enter(tmp_path, *ASK, **variables)
+    assert damaged.returncode == 1
+    assert f"error: {archive} is not the code that this job was written with" in damaged.stderr
+    archive.write_bytes(packed)
+    assert enter(tmp_path, *ASK, **variables).stdout == "shipped\n"
+
+
+@pytest.mark.parametrize("version", ["3.8", "3.12"])
+def test_our_code_is_unpacked_by_any_python(tmp_path: Path, version: str) -> None:
+    packed, archive = packed_module(), tmp_path / "code.tar.xz"
+    archive.write_bytes(packed)
+    variables = code_variables(tmp_path, archive, packed) | {"TRAINSHED_PYTHON": str(bare_python(version))}
+    done = enter(tmp_path, *ASK, **variables)
+    assert (done.stdout, done.stderr) == ("shipped\n", "")
 
 
 @pytest.mark.parametrize(

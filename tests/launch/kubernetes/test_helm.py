@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from support.clusters.helm_program import helm, in_order, templated
-from support.clusters.kubernetes_jobs import CLUSTERS, CODE, cluster_of, job_of, stages_of, train_alone
+from support.clusters.helm_program import charted_objects, helm, templated
+from support.clusters.kubernetes_jobs import CLUSTERS, NAME, cluster_of, job_of, stages_of, train_alone
 from trainshed.launch.job import Job
 from trainshed.launch.kubernetes.helm import write_chart
 from trainshed.launch.kubernetes.objects import read_documents
 from trainshed.launch.kubernetes.render import render
+from trainshed.launch.packaging import pack_code
 from trainshed.recipe import load_cluster
 
 TEMPLATES = '{{ .Values.image }} {{- fail "x" }} }} {{ {{{ `{{` {{/* */}} ${{ secrets.X }}\n\t{{end}}\n'
@@ -33,14 +37,14 @@ def test_helm_makes_the_objects_that_render_prints(name: str, tmp_path: Path) ->
     folder = chart_of(job, tmp_path / "chart")
     linted = helm("lint", folder)
     assert linted.returncode == 0, linted.stdout
-    assert templated(folder) == in_order(read_documents(render(job).text()))
+    assert templated(folder) == charted_objects(render(job))
 
 
 def test_a_chart_of_a_plain_job_makes_its_service_and_the_driver_that_restarts_it(tmp_path: Path) -> None:
     cluster = load_cluster("eks-p5", ["kubernetes.kind=job", "setup=[source /fsx/site.sh]"])
     job = job_of(cluster, stages=train_alone())
     folder = chart_of(job, tmp_path / "chart")
-    assert templated(folder) == in_order(read_documents(render(job).text()))
+    assert templated(folder) == charted_objects(render(job))
 
 
 def test_what_looks_like_a_template_stays_text(tmp_path: Path) -> None:
@@ -48,7 +52,7 @@ def test_what_looks_like_a_template_stays_text(tmp_path: Path) -> None:
     cluster = cluster_of({"environment": {"X": TEMPLATES}, "volumes": [{"mount": "/a {{b}}", "pvc": "c"}]})
     job = job_of(cluster, stages=stages_of(cluster, nodes=2), files=files)
     folder = chart_of(job, tmp_path / "chart")
-    assert templated(folder) == in_order(read_documents(render(job).text()))
+    assert templated(folder) == charted_objects(render(job))
 
 
 def test_values_reach_everything_the_driver_will_create(tmp_path: Path) -> None:
@@ -65,7 +69,7 @@ def test_values_reach_everything_the_driver_will_create(tmp_path: Path) -> None:
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
     objects = templated(folder, "--values", str(tmp_path / "values.yaml"))
     (stages,) = [each for each in objects if "-stages-" in each["metadata"]["name"]]
-    created = [each for text in stages["data"].values() for each in read_documents(text)]
+    created = [each for name, text in stages["data"].items() if name.endswith(".yaml") for each in read_documents(text)]
     training = created[-1]
     pod = training["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     assert training["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "yes"
@@ -111,15 +115,80 @@ def values_of(job: Job, folder: Path) -> set[str]:
 
 def test_only_what_the_plan_leaves_open_is_a_value(tmp_path: Path) -> None:
     alone = job_of(cluster_of({}), stages=train_alone())
-    assert values_of(alone, tmp_path / "a") == {"image", "namespace", "steps", "labels"}
+    assert values_of(alone, tmp_path / "a") == {"image", "namespace", "steps", "labels", "gpus"}
     foreign = job_of("gke-a3-mega", stages=stages_of(load_cluster("gke-a3-mega"), "megatron"))
     assert "steps" not in values_of(foreign, tmp_path / "b")
+    assert {"arguments", "engine_image"} <= values_of(foreign, tmp_path / "b")
+    assert not {"arguments", "engine_image"} & values_of(alone, tmp_path / "a")
     assert "steps" not in values_of(replace(alone, steps=7), tmp_path / "c")
 
 
 def test_a_chart_that_helm_could_not_install_says_what_to_do(tmp_path: Path) -> None:
     job = job_of("gke-a3-mega", stages=train_alone())
-    assert write_chart(job, render(job), tmp_path / "a") == ()
-    large = replace(job, code=replace(CODE, data=bytes(800 * 1024)))
+    large = replace(job, files=dict(job.files) | {"large.txt": "x" * 600_000})
     (note,) = write_chart(large, render(large), tmp_path / "b")
     assert note.endswith(f"helm template {job.name} {tmp_path / 'b'} | kubectl apply -f -")
+
+
+def release_bytes(chart: Path) -> int:
+    """How large the Secret is in which Helm keeps a release: chart and manifests as JSON, gzipped, in base64 twice."""
+    files = {
+        path.relative_to(chart).as_posix(): base64.b64encode(path.read_bytes()).decode()
+        for path in chart.rglob("*")
+        if path.is_file() and path.name != "code.yaml" and "store" not in path.relative_to(chart).parts
+    }
+    manifest = helm("template", "release", chart).stdout
+    packed = gzip.compress(json.dumps({"chart": files, "manifest": manifest}).encode())
+    return len(base64.b64encode(base64.b64encode(packed)))
+
+
+@pytest.mark.parametrize("store", ["/data", "/gcs"])
+def test_the_chart_fits_into_the_secret_of_a_release_and_our_code_is_beside_it(tmp_path: Path, store: str) -> None:
+    cluster = load_cluster("gke-a3-mega")
+    job = replace(job_of(cluster, code=pack_code()), run=f"{store}/runs/llama/1a2b3c4d")
+    chart = tmp_path / "chart"
+    notes = write_chart(job, render(job), chart)
+    assert notes[-1] == f"helm install {job.name} {chart}"
+    assert helm("lint", chart).returncode == 0
+    assert release_bytes(chart) < 1024 * 1024
+    beside = [path for path in (chart / "code.yaml", chart / "store") if path.exists()]
+    if store == "/data":  # no bucket of the cluster file
+        assert notes[0].startswith(f"kubectl apply -f {chart}/code.yaml")
+        assert beside == [chart / "code.yaml"]
+    else:
+        (archive,) = (chart / "store").rglob("*.tar.xz")
+        assert notes[0].startswith(f"gcloud storage cp {archive} gs://my-bucket/code/{archive.parent.name}/")
+        assert beside == [chart / "store"]
+
+
+def test_an_upgrade_starts_another_driver_since_a_job_cannot_change(tmp_path: Path) -> None:
+    folder = chart_of(job_of("gke-a3-mega"), tmp_path / "chart")
+
+    def names(*arguments: str) -> dict[str, str]:
+        wanted = {"Job": "-driver", "Role": "-driver"}
+        objects = [obj for obj in templated(folder, *arguments) if obj["kind"] in wanted]
+        return {obj["kind"]: obj["metadata"]["name"] for obj in objects}
+
+    before, after = names(), names("--set", "steps=7")
+    assert before == {"Job": f"{NAME}-driver", "Role": f"{NAME}-driver"}
+    assert after["Role"] == before["Role"]
+    assert after["Job"].startswith(f"{NAME}-driver-")
+
+
+def test_image_and_arguments_of_the_engine_and_the_planned_gpus_are_values(tmp_path: Path) -> None:
+    cluster = load_cluster("gke-a3-mega")
+    folder = chart_of(job_of(cluster, stages=stages_of(cluster, "megatron")), tmp_path / "chart")
+    given = ["trainer.max_steps=50", 'a "b" $(c)']
+    values = {"arguments": given, "gpus": 128, "engine_image": "registry.example/nemo@sha256:0123"}
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+    objects = templated(folder, "--values", str(tmp_path / "values.yaml"))
+    (stages,) = [obj for obj in objects if "-stages-" in obj["metadata"]["name"]]
+    training = read_documents(stages["data"]["02-train.yaml"])[-1]
+    pod = training["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["args"] == ["bash", "/etc/trainshed/job/train.sh", *given]
+    assert pod["containers"][0]["image"] == values["engine_image"]
+    refused = helm("template", "release", folder, "--set", "gpus=64")
+    assert refused.returncode != 0
+    assert (
+        "another number needs another plan: `trainshed render RECIPE --on CLUSTER --gpus N --as helm`" in refused.stderr
+    )

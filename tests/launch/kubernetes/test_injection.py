@@ -12,11 +12,12 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.clusters.helm_program import in_order, templated
+from support.clusters.helm_program import charted_objects, templated
 from support.clusters.kubernetes_jobs import cluster_of, job_of, served, stages_of, train_alone
 from trainshed.launch.job import ServingSpec
 from trainshed.launch.kubernetes.helm import write_chart
-from trainshed.launch.kubernetes.objects import read_documents, split_documents, to_documents, to_yaml
+from trainshed.launch.kubernetes.kinds import split_documents
+from trainshed.launch.kubernetes.objects import read_documents, to_documents, to_yaml
 from trainshed.launch.kubernetes.pod import escape_var_references
 from trainshed.launch.kubernetes.render import render
 
@@ -124,7 +125,7 @@ def test_helm_gives_back_every_text_as_it_was(tmp_path_factory: pytest.TempPathF
     job = job_of(cluster, stages=stages_of(cluster, nodes=2), files=files)
     request = render(job)
     write_chart(job, request, folder)
-    assert templated(folder) == in_order(read_documents(request.text()))
+    assert templated(folder) == charted_objects(request)
 
 
 def test_secrets_are_references_and_their_values_are_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

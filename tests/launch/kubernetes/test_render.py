@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from support.clusters.kubernetes_jobs import CLUSTERS, cluster_of, job_of, stages_of, train_alone
+from support.clusters.kubernetes_jobs import CLUSTERS, cluster_of, job_of, served, stages_of, train_alone
 from support.clusters.kubernetes_schemas import all_objects, check
 from support.recipes.golden_files import check_golden
 from trainshed.errors import InputError
 from trainshed.launch.job import CodeArchive, Job, Stage
-from trainshed.launch.kubernetes.objects import KubeObject
+from trainshed.launch.kubernetes.kinds import KubeObject
 from trainshed.launch.kubernetes.render import render, stage_ids
 from trainshed.recipe import load_cluster
 
@@ -47,7 +48,7 @@ def environment_of(found: KubeObject) -> dict[str, Any]:
 
 def golden_text(job: Job) -> str:
     """All parts but the files and the code, which are the same everywhere."""
-    return "".join(f"# {part.name}\n{part.text}" for part in render(job).parts if part.name != "content.yaml")
+    return "".join(f"# {part.name}\n{part.printed()}" for part in render(job).parts if part.name != "content.yaml")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,10 @@ def test_cpu_stages_ask_for_no_gpu_and_never_stand_in_the_queue_of_gpus() -> Non
     assert job["spec"]["completionMode"] == "Indexed"
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == 4
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    assert container["resources"] == {"requests": {"cpu": "8", "memory": "32Gi"}, "limits": {"memory": "32Gi"}}
+    assert container["resources"] == {
+        "requests": {"cpu": "8", "memory": "32Gi"},
+        "limits": {"cpu": "16", "memory": "32Gi"},
+    }
     queued = render(job_of(load_cluster("gke-a3-mega", ["kubernetes.cpu_queue=cpus"])))
     queues = [each["metadata"]["labels"].get("kueue.x-k8s.io/queue-name") for each in all_objects(queued)]
     assert set(filter(None, queues)) == {"cpus", "a3-mega"}
@@ -156,9 +160,13 @@ def test_the_driver_may_create_its_stages_and_nothing_else() -> None:
     assert allowed == {
         ("jobs", ("get", "create", "patch")),
         ("jobsets", ("get", "create", "patch")),
+        ("jobs", ("delete",)),
+        ("jobsets", ("delete",)),
+        ("configmaps", ("get",)),
         ("pods", ("list",)),
         ("workloads", ("list",)),
     }
+    assert all("resourceNames" in rule for rule in role["rules"] if rule["verbs"] in (["delete"], ["get"]))
     driver = next(each for each in found if each["metadata"]["name"].endswith("-driver") and each["kind"] == "Job")
     pod = driver["spec"]["template"]["spec"]
     assert pod["serviceAccountName"] == role["metadata"]["name"]
@@ -172,7 +180,7 @@ def test_what_is_applied_at_once_holds_no_gpus() -> None:
 
 def test_a_single_stage_needs_no_driver() -> None:
     request = render(job_of("gke-a3-mega", stages=train_alone()))
-    assert [part.name for part in request.parts] == ["content.yaml", "train.yaml"]
+    assert [part.name for part in request.parts] == ["content.yaml", "code.yaml", "train.yaml"]
     assert request.parts[-1].stage == "train"
     assert stage_ids(job_of("gke-a3-mega", stages=train_alone())) == {"train": "JobSet/llama-1a2b3c4d"}
 
@@ -241,27 +249,87 @@ def test_a_plain_job_is_a_gang_by_its_indexes_and_a_headless_service() -> None:
 
 def test_the_driver_of_a_plain_job_may_delete_that_job_and_no_other() -> None:
     request = render(plain())
-    assert [part.name for part in request.parts] == ["content.yaml", "driver.yaml"], "it needs one for a single stage"
+    parts = ["content.yaml", "code.yaml", "driver-program.yaml", "driver.yaml"]
+    assert [part.name for part in request.parts] == parts, "it needs a driver for a single stage"
     (role,) = [each for each in all_objects(request) if each["kind"] == "Role"]
+    (config_map,) = [each for each in all_objects(request) if "-stages-" in each["metadata"]["name"]]
     allowed = {(rule["resources"][0], tuple(rule["verbs"]), *rule.get("resourceNames", ())) for rule in role["rules"]}
     assert allowed == {
         ("services", ("get", "create", "patch")),
         ("jobs", ("get", "create", "patch")),
         ("jobs", ("delete",), "llama-1a2b3c4d"),
+        ("services", ("delete",), "llama-1a2b3c4d"),
+        ("configmaps", ("get",), config_map["metadata"]["name"]),
         ("pods", ("list",)),
     }
+
+
+def pod_specs(value: Any) -> Iterator[KubeObject]:
+    """Every pod that an object makes."""
+    if isinstance(value, dict):
+        if "containers" in value and "volumes" in value:
+            yield value
+        for inner in value.values():
+            yield from pod_specs(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from pod_specs(inner)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_no_container_of_any_stage_is_refused_under_a_quota(name: str) -> None:
+    cluster = load_cluster(name)
+    for engine in ("torch", "megatron"):
+        stages = (*stages_of(cluster, engine, nodes=2), *served(cluster))
+        pods = [pod for obj in all_objects(render(job_of(cluster, stages=stages))) for pod in pod_specs(obj)]
+        assert len(pods) >= 4
+        for pod in pods:
+            for container in (*pod.get("initContainers", ()), *pod["containers"]):
+                for kind in ("requests", "limits"):
+                    assert {"cpu", "memory"} <= set(container["resources"][kind]), container["name"]
+
+
+def test_a_training_asks_for_three_quarters_of_its_node_or_for_what_the_cluster_file_says() -> None:
+    (container,) = gang_pod(training(job_of("aks-nd-h100-v5")))["spec"]["containers"]
+    assert container["resources"]["requests"] | {"cpu": "72", "memory": "1425Gi"} == container["resources"]["requests"]
+    assert container["resources"]["limits"] | {"cpu": "96", "memory": "1900Gi"} == container["resources"]["limits"]
+    own = job_of("aks-nd-h100-v5", stages=train_alone(cpus=64, memory="800Gi"))
+    (container,) = gang_pod(training(own))["spec"]["containers"]
+    assert container["resources"]["requests"] | {"cpu": "64", "memory": "800Gi"} == container["resources"]["requests"]
+    assert container["resources"]["limits"]["memory"] == "800Gi"
+
+
+def test_only_pods_of_a_training_use_the_nodes_network_and_they_keep_their_identity() -> None:
+    found = {each["metadata"]["name"]: each for each in all_objects(render(job_of("gke-a3-mega")))}
+
+    def bucket(pod: KubeObject) -> KubeObject:
+        (volume,) = [volume["csi"] for volume in pod["volumes"] if "csi" in volume]
+        return volume["volumeAttributes"]
+
+    cpu_stage = found["llama-1a2b3c4d-tokenise"]["spec"]["template"]["spec"]
+    assert "hostNetwork" not in cpu_stage
+    assert "hostNetworkPodKSA" not in bucket(cpu_stage)
+    training_pod = gang_pod(found["llama-1a2b3c4d"])["spec"]
+    assert training_pod["hostNetwork"] is True
+    assert bucket(training_pod)["hostNetworkPodKSA"] == "true"
+    # Agents read each other's heartbeats, every 30 s, from this mount.
+    assert "metadata-cache:ttl-secs:5," in bucket(training_pod)["mountOptions"]
 
 
 def test_trainjob_keeps_the_devices_of_the_fabric() -> None:
     found = training(job_of(load_cluster("eks-p5", ["kubernetes.kind=trainjob"])))
     limits = found["spec"]["trainer"]["resourcesPerNode"]["limits"]
-    assert limits == {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "32"}
+    assert limits == {"cpu": "192", "memory": "2048Gi", "nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "32"}
 
 
 def devices_of(found: KubeObject) -> dict[str, str]:
     (container,) = gang_pod(found)["spec"]["containers"]
-    assert container["resources"]["requests"] == container["resources"]["limits"]
-    return {name: count for name, count in container["resources"]["limits"].items() if name != "nvidia.com/gpu"}
+    requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+    others = ("cpu", "memory")
+    assert {name: requests[name] for name in requests if name not in others} == {
+        name: limits[name] for name in limits if name not in others
+    }
+    return {name: count for name, count in limits.items() if name not in ("nvidia.com/gpu", *others)}
 
 
 def test_a_site_names_the_devices_that_its_nodes_offer() -> None:
@@ -430,6 +498,8 @@ def test_the_image_is_pulled_beforehand_where_that_is_asked() -> None:
 def test_everything_of_a_job_is_found_by_its_label() -> None:
     for found in all_objects(render(job_of("gke-a3-mega"))):
         labels = found["metadata"]["labels"]
+        if labels["app.kubernetes.io/component"] == "code":
+            continue  # all jobs of the namespace share it
         assert labels["app.kubernetes.io/instance"] == "llama-1a2b3c4d"
         assert {f"app.kubernetes.io/{key}" for key in ("name", "component", "managed-by", "version")} <= set(labels)
 
@@ -467,8 +537,13 @@ def test_files_in_folders_keep_their_place() -> None:
 
 def test_code_is_cut_into_pieces_and_more_than_config_maps_carry_is_refused() -> None:
     code = CodeArchive("code.tar.xz", "ab" * 32, bytes(range(256)) * 2000, "0.1.0")
-    maps = [each for each in all_objects(render(job_of("eks-p5", code=code))) if "binaryData" in each]
+    request = render(job_of("eks-p5", code=code))
+    maps = [each for each in all_objects(request) if "-code-" in each["metadata"]["name"]]
     assert len(maps) == 4
+    # None of it is in what people read, and no job's name is in theirs: all jobs of a namespace share them.
+    assert "binaryData" not in request.text()
+    assert "# code.yaml: ConfigMap/trainshed-code-abababababab-0 to trainshed-code-abababababab-3" in request.text()
+    assert not any("app.kubernetes.io/instance" in each["metadata"]["labels"] for each in maps)
     assert all(len(next(iter(each["binaryData"].values()))) < 256 * 1024 for each in maps)
     with pytest.raises(InputError, match="the code has 5120 KiB, and ConfigMaps carry 4096 at most") as caught:
         render(job_of("eks-p5", code=CodeArchive("code.tar.xz", "ab" * 32, bytes(5 * 1024 * 1024), "0.1.0")))

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from support.clusters.helm_program import in_order, templated
+from support.clusters.helm_program import charted_objects, templated
 from support.clusters.kubernetes_jobs import CODE
 from support.clusters.kubernetes_schemas import all_objects, check
 from trainshed.launch.job import Job
 from trainshed.launch.kubernetes.helm import write_chart
-from trainshed.launch.kubernetes.objects import read_documents
 from trainshed.launch.kubernetes.render import render
 from trainshed.recipe import load_cluster, load_recipe
 from trainshed.workflow.submit import build_job
@@ -49,4 +48,13 @@ def test_the_chart_of_a_seed_is_the_same(recipe: str, cluster: str, tmp_path: Pa
     job = seed_job(recipe, cluster)
     request = render(job)
     write_chart(job, request, tmp_path / "chart")
-    assert templated(tmp_path / "chart") == in_order(read_documents(request.text()))
+    assert templated(tmp_path / "chart") == charted_objects(request)
+
+
+def test_a_job_says_where_checkpoints_get_to_the_bucket_only_after_training() -> None:
+    recipe = load_recipe("minio-llama3-1-70b-cpt")
+    for kind, when in (("trainjob", "after training"), ("rayjob", "while it trains")):
+        cluster = load_cluster("minio-mi300x-ray", [f"kubernetes.kind={kind}"])
+        job = build_job(recipe, cluster, offline=True, code=CODE)
+        assert [note for note in job.notes if f"copied to s3://default-bucket/experiments/megatron-lm {when}" in note]
+        assert job.stage("train").uploads == (kind == "rayjob")

@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from support.clusters.helm_program import in_order, templated
+from support.clusters.helm_program import charted_objects, templated
 from support.clusters.kubernetes_jobs import NAME, cluster_of, job_of, served, stages_of
 from support.clusters.kubernetes_schemas import all_objects, check
 from support.clusters.kubernetes_server import TOKEN, KubernetesServer, kubernetes_server, write_kubeconfig
@@ -19,7 +19,7 @@ from trainshed.launch.job import Job
 from trainshed.launch.kubernetes.api import KubeApi
 from trainshed.launch.kubernetes.driver import drive
 from trainshed.launch.kubernetes.helm import write_chart
-from trainshed.launch.kubernetes.objects import KubeObject, read_documents
+from trainshed.launch.kubernetes.kinds import KubeObject
 from trainshed.launch.kubernetes.render import render, stage_ids
 from trainshed.launch.kubernetes.status import JobObjects, stage_states
 from trainshed.launch.kubernetes.target import KubernetesTarget
@@ -58,7 +58,7 @@ def test_a_server_renders_as_its_golden_file_says(name: str, script: bool, servi
         check(found)
     assert [each["kind"] for each in objects[-2:]] == ["Service", "Deployment"]
     assert stage_ids(job)["serve"] == f"Deployment/{NAME}-serve"
-    text = "".join(part.text for part in render(job).parts if part.name != "content.yaml")
+    text = "".join(part.printed() for part in render(job).parts if part.name != "content.yaml")
     check_golden(f"kubernetes/serve-{name}.yaml", text)
 
 
@@ -66,7 +66,7 @@ def test_helm_makes_the_same_server(tmp_path: Path) -> None:
     cluster = load_cluster("gke-a3-mega")
     job = job_of(cluster, stages=(*stages_of(cluster), *served(cluster, replicas=2)))
     write_chart(job, render(job), tmp_path / "chart")
-    assert templated(tmp_path / "chart") == in_order(read_documents(render(job).text()))
+    assert templated(tmp_path / "chart") == charted_objects(render(job))
     assert (tmp_path / "chart" / "values.yaml").read_text().count("steps: 1000") == 1
 
 

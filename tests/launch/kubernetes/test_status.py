@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainshed.launch.kubernetes.objects import KubeObject
+from trainshed.launch.kubernetes.kinds import KubeObject
 from trainshed.launch.kubernetes.status import JobObjects, stage_states
 from trainshed.launch.target import StageState
 

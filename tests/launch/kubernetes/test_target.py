@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from support.clusters.kubernetes_jobs import NAME, RUN, cluster_of, job_of, stag
 from support.clusters.kubernetes_server import TOKEN, KubernetesServer, kubernetes_server, write_kubeconfig
 from trainshed.errors import InputError, MissingExtra, NotFound, TrainshedError
 from trainshed.launch.job import Job
-from trainshed.launch.kubernetes.api import connect_in_cluster
-from trainshed.launch.kubernetes.objects import POD
+from trainshed.launch.kubernetes import api
+from trainshed.launch.kubernetes.api import connect, connect_in_cluster
+from trainshed.launch.kubernetes.kinds import POD
 from trainshed.launch.kubernetes.storage import apply_storage
-from trainshed.launch.kubernetes.target import KubernetesTarget
+from trainshed.launch.kubernetes.target import KubernetesTarget, delete_unused_code
 from trainshed.launch.target import SubmittedJob
 
 MINE = "app.kubernetes.io/instance"
@@ -56,7 +58,10 @@ def test_what_is_sent_is_what_was_rendered_byte_for_byte(server: KubernetesServe
     job = make_job()
     request = KubernetesTarget(job.cluster).render(job)
     submitted = KubernetesTarget(job.cluster).submit(request, job)
-    assert b"".join(server.bodies).decode() == request.text()
+    assert b"".join(server.bodies).decode() == "".join(part.text for part in request.parts)
+    printed = [part for part in request.parts if part.summary is None]
+    assert request.text() == "".join(part.printed() for part in request.parts)
+    assert [part.name for part in printed] == ["content.yaml", "train.yaml"]
     assert submitted == SubmittedJob(NAME, RUN, "kubernetes", {"train": f"JobSet/{NAME}"})
     assert server.paths(f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/ml/jobsets/{NAME}")
 
@@ -97,7 +102,23 @@ def test_cancel_removes_the_job_and_leaves_storage_and_other_jobs_alone(server: 
     server.put("/api/v1/namespaces/ml/configmaps/other", {"metadata": {"labels": {MINE: "other-job"}}})
     removed = KubernetesTarget(cluster).cancel(submitted)
     assert removed[0] == f"Job/{NAME}-driver"
-    assert sorted(path.rsplit("/", 1)[1] for path in server.objects) == ["data", "other"]
+    assert sorted(path.rsplit("/", 1)[1] for path in server.objects) == [
+        "data",
+        "other",
+        "trainshed-code-0123456789ab-0",
+    ]
+
+
+def test_code_that_no_job_uses_goes_after_a_day(server: KubernetesServer) -> None:
+    job = make_job()
+    submitted_to(server, job)
+    folder = "/api/v1/namespaces/ml/configmaps"
+    for name, label, days in (("old", "aaa", 3), ("new", "bbb", 0), ("used", "0123456789ab", 3)):
+        created = (datetime.now(UTC) - timedelta(days=days)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        labels = {"trainshed.io/code": label, "app.kubernetes.io/component": "code"}
+        server.put(f"{folder}/{name}", {"metadata": {"labels": labels, "creationTimestamp": created}})
+    with connect(job.cluster) as api:
+        assert delete_unused_code(api) == ["old"]
 
 
 def test_cancel_twice_is_no_error(server: KubernetesServer) -> None:
@@ -261,6 +282,18 @@ def test_rights_that_are_missing_are_named(server: KubernetesServer) -> None:
     server.forbidden.add("configmaps")
     with pytest.raises(TrainshedError, match="is forbidden"):
         submitted_to(server, make_job())
+
+
+def test_a_server_that_is_busy_is_asked_again(server: KubernetesServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "BUSY_SECONDS", 0.0)
+    job = make_job()
+    target = KubernetesTarget(job.cluster)
+    server.failures += [429, 429]
+    submitted = target.submit(target.render(job), job)
+    assert not server.failures
+    server.failures += [429] * 10
+    with pytest.raises(TrainshedError, match="HTTP 429"):
+        target.status(submitted)
 
 
 def test_a_server_that_does_not_answer_is_named(server: KubernetesServer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,7 +57,7 @@ def test_files_that_variables_name_must_be_there(tmp_path: Path) -> None:
 
 def test_locked_memory_matters_to_cards_that_write_into_memory() -> None:
     assert list(check_limits(setup("ethernet"), 65536)) == []
-    assert [check.verdict for check in check_limits(setup("roce"), resource.RLIM_INFINITY)] == ["pass"]
+    assert [check.verdict for check in check_limits(setup("roce"), None)] == ["pass"]
 
 
 def test_locked_memory_that_is_limited_fails_without_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:

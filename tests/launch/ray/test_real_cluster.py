@@ -10,9 +10,8 @@ import signal
 import subprocess
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import pytest
 import yaml
 
 import trainshed
-from support.clusters.ray_cluster import SECRET, shared_cluster
+from support.clusters.ray_cluster import SECRET
 from support.recipes.small_recipes import recipe_text, small_recipe
 from trainshed.errors import InputError
 from trainshed.launch.attempt import PLAN_SCHEMA
@@ -34,19 +33,6 @@ from trainshed.observe.event_log import read_events, read_steps
 from trainshed.plan import resolve_layout
 from trainshed.recipe import Cluster, Layout, load_cluster, parse_recipe, to_yaml
 from trainshed.storage import LocalStore
-
-
-@pytest.fixture(scope="session")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if find_spec("ray") is None:
-        message = "no Ray: pip install 'ray[default]'"
-        if os.environ.get("TRAINSHED_REQUIRE_ALL") == "1":
-            pytest.fail(message)
-        pytest.skip(message)
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    with shared_cluster(shared / "ray") as found:
-        yield found
 
 
 @pytest.fixture
@@ -190,6 +176,7 @@ def test_a_recipe_goes_through_its_stages_on_two_of_three_nodes(
     assert not rank_processes(job)
 
 
+@pytest.mark.full
 def test_a_stopped_job_saves_and_goes_on_by_curl_until_more_actors_are_killed_than_it_has_spares(
     tmp_path: Path, cluster: Cluster, address: str
 ) -> None:
@@ -234,6 +221,7 @@ def test_a_stopped_job_saves_and_goes_on_by_curl_until_more_actors_are_killed_th
     assert until(lambda: not rank_processes(job), "the ranks to be gone")
 
 
+@pytest.mark.full
 @pytest.mark.full
 def test_a_lost_first_node_ends_the_start_and_the_next_one_goes_on(tmp_path: Path, cluster: Cluster) -> None:
     job = training(tmp_path, cluster, "train.steps=1000000", restarts=1)
@@ -281,6 +269,7 @@ exit 3
     assert SECRET not in request.text() + log
 
 
+@pytest.mark.full
 def test_parts_take_turns_and_a_stage_without_room_says_what_is_missing(tmp_path: Path, cluster: Cluster) -> None:
     # Seven parts of two CPUs each: three at a time.
     parts = Stage("tokenise", parts=7, cpus=2, script="part.sh")
@@ -305,6 +294,22 @@ def test_parts_take_turns_and_a_stage_without_room_says_what_is_missing(tmp_path
     assert len(list(tmp_path.glob("part-*"))) == 7
     target.cancel(submitted)
     assert ended(target, submitted)["train"].state == "cancelled"
+
+
+@pytest.mark.full
+def test_a_stage_without_gpus_that_fails_once_is_tried_again(tmp_path: Path, cluster: Cluster) -> None:
+    script = 'if mkdir "$RUN/first" 2>/dev/null; then echo "no answer" >&2; exit 1; fi'
+    stages = (
+        Stage("prepare", cpus=1, script="prepare.sh", environment={"RUN": str(tmp_path)}),
+        Stage("train", nodes=1, script="train.sh"),
+    )
+    job = crafted(tmp_path, cluster, stages, {"prepare.sh": script, "train.sh": "exit 0"})
+    target = RayTarget(cluster)
+    submitted = target.submit(target.render(job), job)
+    states = ended(target, submitted)
+    log = "\n".join(target.logs(submitted, "prepare"))
+    assert [state.state for state in states.values()] == ["done", "done"], log
+    assert "starting again in 10 s, 3 of 3 retries left" in log
 
 
 RESERVE = """

@@ -61,6 +61,8 @@ def test_a_failed_stage_repeats_the_drivers_error_and_later_ones_never_begin() -
     found = stage_states(STAGES, "x", {"status": "FAILED", "driver_exit_code": 1}, LOG + FAILED)
     assert found[2].reason == "/data/rank-00003.log: rank 3 exited with 1 before all_reduce #7"
     assert (found[2].state, found[2].exit_code) == ("failed", 1)
+    killed = states("FAILED", LOG, driver_exit_code=-9, message="Job entrypoint command failed with exit code -9, …")
+    assert killed[2][2].startswith("its driver was killed by SIGKILL")
     early = states("FAILED", "stage fetch runs: 10.0.0.1\n", message="Job supervisor actor died: gone\n\tclass_name")
     assert early[0] == ("fetch", "failed", "Job supervisor actor died: gone")
     assert early[2] == ("train", "cancelled", "fetch failed before it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,19 +9,15 @@ import pytest
 
 from support.clusters.slurm_cluster import SlurmCluster, missing_parts, shared_cluster
 from support.clusters.slurm_runs import SlurmRuns
+from support.missing_parts import missing_part, session_folder
 
 
 @pytest.fixture(scope="session")
 def slurm_daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """`slurm-wlm munge` from apt, and root."""
     if missing := missing_parts():
-        message = f"no Slurm: {', '.join(missing)} missing (apt-get install slurm-wlm munge, as root)"
-        if os.environ.get("TRAINSHED_REQUIRE_ALL") == "1":
-            pytest.fail(message)
-        pytest.skip(message)
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    with shared_cluster(shared / "slurm") as cluster:
+        missing_part(f"no Slurm: {', '.join(missing)} missing (apt-get install slurm-wlm munge, as root)")
+    with shared_cluster(session_folder(tmp_path_factory) / "slurm") as cluster:
         yield cluster
 
 

@@ -14,6 +14,7 @@ from trainshed.storage import LocalStore
 pytestmark = pytest.mark.slurm
 
 
+@pytest.mark.full
 def test_nodes_train_with_an_optimizer_that_travelled_with_the_job(slurm_runs: SlurmRuns) -> None:
     beside = slurm_runs.folder / "sgd_optimizer.py"
     shutil.copy(TESTS.parent / "docs" / "examples" / "sgd_optimizer.py", beside)

@@ -72,7 +72,7 @@ def test_a_line_from_text_ends_in_a_server_that_answers(
     slurm_runs: SlurmRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr("trainshed.cli.submit._POLL_SECONDS", 0.5)
+    monkeypatch.setattr("trainshed.workflow.run_state.CLUSTER_POLL_SECONDS", 0.5)
     write_script(tmp_path)
     asked = [str(write_small_recipe(tmp_path)), "export={}", "serve={gpus: 0, max_length: 24}"]
     # It follows the run until it serves, not for ever.

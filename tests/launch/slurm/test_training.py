@@ -116,6 +116,7 @@ def test_a_run_that_is_asked_to_save_and_then_loses_a_node_ends_as_if_nothing_ha
     assert f"going on after step {stopped} from" in failed
 
 
+@pytest.mark.full
 def test_a_spare_node_steps_in_for_one_that_dies_without_the_job_being_queued_again(
     slurm_runs: SlurmRuns, undisturbed: list[dict[str, Any]]
 ) -> None:

@@ -15,7 +15,7 @@ from support.servers.dashboard import ServedDash, local_source, real_browser, se
 from trainshed.observe.dash.report import build_report
 from trainshed.observe.dash.server import DashSettings
 
-TABS = ("curves", "ranks", "timeline", "checkpoints", "plan", "answers", "events", "logs", "recipe")
+TABS = ("curves", "ranks", "timeline", "checkpoints", "plan", "answers", "scores", "events", "logs", "recipe")
 ATTACK = "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>"
 LONG_MILLISECONDS = 60_000
 
@@ -153,22 +153,49 @@ def test_every_view_tells_what_the_run_left(dash: ServedDash, store: Path, open_
         (4, "291 of 291 equal"),
         (5, "1.94 s"),
         (6, "A stage waits for the others."),
-        (9, "global_batch: 1024"),
+        ("r", "global_batch: 1024"),
     ):
         page.keyboard.press(str(number))
         page.get_by_text(text).first.wait_for()
-    page.keyboard.press("7")
+    page.keyboard.press("8")
     page.get_by_placeholder("Search events").fill("sigkill")
     wait_until(page, "document.querySelectorAll('.lines tbody tr').length === 1")
     assert "rank 37 on gpu-04 died of SIGKILL" in page.locator(".lines").inner_text()
     assert page.locator(".lines mark").inner_text() == "SIGKILL"
     page.locator("main h1").click()
-    page.keyboard.press("8")
+    page.keyboard.press("9")
     page.get_by_placeholder("Search this log").fill("clock")
     wait_until(page, "document.querySelectorAll('.log .t').length === 1")
     page.get_by_label("Rank or part").fill("37")
     page.get_by_label("Rank or part").press("Enter")
     wait_until(page, "document.querySelector('[aria-label=\"Rank or part\"]').value === 'rank-00037'")
+
+
+def test_an_answer_that_comes_after_a_later_one_is_not_shown(
+    dash: ServedDash, store: Path, open_page: OpenPage
+) -> None:
+    page = open_page(f"{dash.url}#/run/{key(dash, store)}/recipe")
+    page.get_by_text("global_batch: 1024").first.wait_for()
+    page.evaluate("""() => {
+        const plain = window.fetch;
+        window.began = window.late = 0;
+        window.fetch = async (address, options) => {
+            const empty = String(address).includes("/events") && !String(address).includes("sigkill");
+            if (!empty) return plain(address, options);
+            window.began += 1;
+            const answer = await plain(address, options);
+            await new Promise((go) => setTimeout(go, 1000));
+            window.late += 1;
+            return answer;
+        };
+    }""")
+    page.keyboard.press("8")
+    wait_until(page, "window.began > 0")
+    page.get_by_placeholder("Search events").fill("sigkill")
+    wait_until(page, "window.late > 0")
+    wait_until(page, "document.querySelectorAll('.lines tbody tr').length > 0")
+    page.wait_for_timeout(200)
+    assert page.locator(".lines tbody tr").count() == 1
 
 
 def test_the_page_follows_a_run_while_it_trains(tmp_path: Path, open_page: OpenPage) -> None:
@@ -318,11 +345,11 @@ def test_the_report_holds_every_view_in_one_file(store: Path, tmp_path: Path, op
     page.get_by_role("radio", name="Tokens").click()
     page.keyboard.press("2")
     page.wait_for_selector("canvas[data-cells='128']")
-    page.keyboard.press("7")
+    page.keyboard.press("8")
     page.get_by_placeholder("Search events").fill("sigkill")
     wait_until(page, "document.querySelectorAll('.lines tbody tr').length === 1")
     page.locator("main h1").click()
-    for number, text in ((4, "291 of 291 equal"), (5, "1.94 s"), (6, "A stage waits"), (8, "loading weights")):
+    for number, text in ((4, "291 of 291 equal"), (5, "1.94 s"), (6, "A stage waits"), (9, "loading weights")):
         page.keyboard.press(str(number))
         page.get_by_text(text).first.wait_for()
     assert page.locator(".live").inner_text() == "saved report"

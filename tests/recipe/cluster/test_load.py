@@ -238,3 +238,11 @@ def test_a_secret_written_out_is_refused_and_not_repeated(project: Path) -> None
 
 def test_a_newer_format_is_refused(project: Path) -> None:
     assert failure(project, "trainshed: 9\nnew: 1\n").what == "the file has format 9, and this Trainshed reads up to 1"
+
+
+def test_numbers_of_the_environment_are_text(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\ntarget: slurm\nmachine: dgx-h100\nstore: /s\nenvironment: {A: 1, B: 0.5, C: '007'}\n")
+    assert load_cluster(file, ["environment.X=2"]).environment == {"A": "1", "B": "0.5", "C": "007", "X": "2"}
+    with pytest.raises(RecipeError, match="environment"):
+        load_cluster(file, ["environment.X=true"])

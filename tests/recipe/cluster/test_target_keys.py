@@ -22,7 +22,7 @@ from trainshed.recipe.validation import known_keys
 from trainshed.workflow.prepare import store_options
 from trainshed.workflow.submit import build_job
 
-CODE = CodeArchive("trainshed-0-0.tar.xz", "0" * 64, b"")
+CODE = CodeArchive("trainshed-0-0.tar.xz", "0" * 64, b"code")
 SCHEMA = {".".join(str(step) for step in path): key for path, key in known_keys(Cluster).items()}
 LEAVES = [name for name, key in SCHEMA.items() if not key.sections]
 BASES: dict[str, dict[str, Any]] = {
@@ -89,6 +89,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "volumes.*.pvc": volume(pvc="more"),
     "volumes.*.create.kind": created(kind="lustre", sku=None, zone=None),
     "volumes.*.create.size": created(size="32Ti"),
+    "volumes.*.create.storage_class": created(kind="claim", storage_class="fast", sku=None, zone=None),
     "volumes.*.create.sku": created(sku="AMLFS-Durable-Premium-250"),
     "volumes.*.create.zone": created(zone="2"),
     "volumes.*.create.parameters": created(parameters={"subnet": "mine"}),
@@ -103,6 +104,8 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "limits.shared_memory": {"limits": {"shared_memory": "9Gi"}},
     "limits.cpu_stage_cpus": {"limits": {"cpu_stage_cpus": 3}},
     "limits.cpu_stage_memory": {"limits": {"cpu_stage_memory": "9Gi"}},
+    "limits.stages.*.cpus": {"limits": {"stages": {"prepare": {"cpus": 3}}}},
+    "limits.stages.*.memory": {"limits": {"stages": {"prepare": {"memory": "9Gi"}}}},
     "limits.prepare_parts": {"limits": {"prepare_parts": 3}},
     "capacity.reservation": {"capacity": {"reservation": "march"}},
     "capacity.spot": {"capacity": {"spot": True}},
@@ -136,6 +139,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "kubernetes.labels": {"kubernetes": {"labels": {"team": "ml"}}},
     "kubernetes.annotations": {"kubernetes": {"annotations": {"note": "1"}}},
     "kubernetes.image_pull_secrets": {"kubernetes": {"image_pull_secrets": ["registry"]}},
+    "kubernetes.code": {"kubernetes": {"code": "configmaps"}},
     "kubernetes.pre_pull": {"kubernetes": {"pre_pull": True}},
     "slurm.partition": {"slurm": {"partition": "gpu"}},
     "slurm.cpu_partition": {"slurm": {"cpu_partition": "cpu"}},
@@ -164,6 +168,7 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("volumes.*.read_only", "slurm"): PYXIS | SHARED,
     ("volumes.*.options", "kubernetes"): volume(bucket="more"),
     ("capacity.flex_start_hours", "kubernetes"): QUEUE | {"machine": "a3-mega"},
+    ("kubernetes.code", "kubernetes"): {"volumes": [{"mount": "/data", "bucket": "mine"}]},
     ("kubernetes.priority", "kubernetes"): QUEUE,
     ("kubernetes.topology.level", "kubernetes"): {"kubernetes": {"queue": "gpus", "topology": {"level": "block"}}},
     ("kubernetes.topology.required", "kubernetes"): {"kubernetes": {"queue": "gpus", "topology": {"level": "block"}}},
@@ -221,7 +226,8 @@ def sent(folder: Path, body: dict[str, Any]) -> str:
     cluster = loaded(folder, body)
     job = job_of(folder, cluster)
     files = {name: text for name, text in job.files.items() if name != "cluster.yaml"}
-    return target_of(cluster).render(replace(job, files=files, code=None)).text()
+    code = CODE if cluster.target == "kubernetes" else None
+    return target_of(cluster).render(replace(job, files=files, code=code)).text()
 
 
 def pair(name: str, target: str) -> tuple[dict[str, Any], dict[str, Any]]:

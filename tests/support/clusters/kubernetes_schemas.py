@@ -30,11 +30,11 @@ _CORE = ("ConfigMap", "ServiceAccount", "Role", "RoleBinding", "Job", "DaemonSet
 
 def all_objects(request: SubmitRequest) -> list[dict[str, Any]]:
     """Everything a request leads to: what is applied, and what the driver applies later."""
-    found = read_documents(request.text())
+    found = [obj for part in request.parts for obj in read_documents(part.text)]
     for each in list(found):
         if each["kind"] == "ConfigMap" and "-stages-" in each["metadata"]["name"]:
-            for text in each["data"].values():
-                found += read_documents(text)
+            for name, text in each["data"].items():
+                found += read_documents(text) if name.endswith(".yaml") else []
     return found
 
 

@@ -66,6 +66,12 @@ class KubernetesServer:
         self.objects[path] = found
         return found
 
+    def collect(self, uid: str) -> None:
+        """Delete what belongs to an object that is gone, as the garbage collector does."""
+        for path, found in list(self.objects.items()):
+            if any(owner["uid"] == uid for owner in found["metadata"].get("ownerReferences", ())):
+                del self.objects[path]
+
     def paths(self, word: str) -> list[str]:
         """The objects whose path has a word."""
         return [path for path in self.objects if word in path]
@@ -162,6 +168,8 @@ def _handler(state: KubernetesServer) -> type[BaseHTTPRequestHandler]:
             before = state.objects.get(path)
             if before is not None:
                 found["metadata"]["uid"], found["status"] = before["metadata"]["uid"], before.get("status", {})
+                if "ownerReferences" in before["metadata"]:
+                    found["metadata"]["ownerReferences"] = before["metadata"]["ownerReferences"]
                 others = state.annotated.get(before["metadata"]["uid"], {})
                 found["metadata"]["annotations"] = found["metadata"].get("annotations", {}) | others
             self._answer(201 if before is None else 200, state.put(path, found))
@@ -170,9 +178,13 @@ def _handler(state: KubernetesServer) -> type[BaseHTTPRequestHandler]:
             """What another manager writes stays there when ours applies the object again."""
             if path not in state.objects:
                 return self._status(404, "not found")
-            if params.get("fieldManager") != "trainshed-driver" or set(body["metadata"]) != {"annotations"}:
-                return self._status(400, "this server merges annotations only")
+            merged = set(body["metadata"])
+            if params.get("fieldManager") != "trainshed-driver" or merged not in ({"annotations"}, {"ownerReferences"}):
+                return self._status(400, "this server merges annotations and owners only")
             found = state.objects[path]
+            if merged == {"ownerReferences"}:
+                found["metadata"] |= body["metadata"]
+                return self._answer(200, found)
             written = state.annotated.setdefault(found["metadata"]["uid"], {})
             written |= body["metadata"]["annotations"]
             found["metadata"]["annotations"] = found["metadata"].get("annotations", {}) | written
@@ -200,13 +212,16 @@ def _handler(state: KubernetesServer) -> type[BaseHTTPRequestHandler]:
             self._list(path, params)
 
         def _list(self, path: str, params: dict[str, str]) -> None:
-            wanted = dict(each.split("=") for each in params.get("labelSelector", "").split(",") if each)
+            terms = [each for each in params.get("labelSelector", "").split(",") if each]
+            wanted = dict(each.split("=") for each in terms if "=" in each)
+            named = {each for each in terms if "=" not in each}
             fields = dict(each.split("=") for each in params.get("fieldSelector", "").split(",") if each)
             found = [
                 each
                 for name, each in sorted(state.objects.items())
                 if name.rsplit("/", 1)[0] == path
                 and wanted.items() <= each["metadata"].get("labels", {}).items()
+                and named <= set(each["metadata"].get("labels", {}))
                 and all(_field(each, key) == value for key, value in fields.items())
             ]
             start = int(params.get("continue", 0))
@@ -226,8 +241,10 @@ def _handler(state: KubernetesServer) -> type[BaseHTTPRequestHandler]:
             if asked is None:
                 return
             path, _, _ = asked
-            if state.objects.pop(path, None) is None:
+            gone = state.objects.pop(path, None)
+            if gone is None:
                 return self._status(404, "not found")
+            state.collect(gone["metadata"].get("uid", ""))
             self._answer(200, {"kind": "Status", "status": "Success"})
 
     return Handler

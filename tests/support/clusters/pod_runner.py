@@ -1,39 +1,64 @@
-"""Runs the pods of Jobs, JobSets and Deployments that lie in a test's API server, as processes on this machine.
+"""Runs the pods of Jobs, JobSets, PyTorchJobs and Deployments that lie in a test's API server, as processes here.
 
-The parts of a kubelet and of two controllers that our manifests count on: volumes at their paths (in a mount namespace
-of each pod), variables with their references, names of pods in DNS (/etc/hosts), completion indexes, the rules of
-podFailurePolicy and failurePolicy, a new uid for a job that is made anew; of a server its probes (`pod_probes.py`).
-Needs root, for `unshare --mount`.
+The parts of a kubelet and of three controllers that our manifests count on: volumes at their paths and an image's
+folders (in a mount namespace of each container), variables with their references, names of pods in DNS (/etc/hosts),
+completion indexes, what the training operator sets, sidecars, the rules of podFailurePolicy and failurePolicy, a new
+uid for a job that is made anew; of a server its probes (`pod_probes.py`). Needs root, for `unshare --mount`.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from support.clusters.kubernetes_server import KubernetesServer
 from support.clusters.pod_probes import ProbedPod
+from support.servers.shared_daemons import free_ports
 
-# Each pod sees its own /etc (with its files and the names of its peers), /run, /var/tmp and /mnt.
+# Each container sees this machine's folders, its pod's own /etc (with its files and the names of its peers), /run,
+# /var/tmp and /mnt, and what is mounted, at any path: the root is its own.
 _INSIDE = """
 set -e
 mount --make-rprivate /
-for place in etc run var/tmp mnt; do mount --bind "$POD_ROOT/$place" "/$place"; done
-while read -r source target; do mkdir -p "$target"; mount --bind "$source" "$target"; done <"$POD_ROOT/mounts"
+root="$POD_ROOT/root"
+mkdir -p "$root"
+mount -t tmpfs pod "$root"
+for entry in /*; do
+    if [ -L "$entry" ]; then cp -P "$entry" "$root$entry"
+    elif [ -d "$entry" ]; then mkdir "$root$entry" && mount --rbind "$entry" "$root$entry"; fi
+done
+for place in etc run var/tmp mnt; do mount --bind "$POD_ROOT/$place" "$root/$place"; done
+while read -r source target; do mkdir -p "$root$target"; mount --bind "$source" "$root$target"; done <"$POD_MOUNTS"
 hostname "$POD_HOSTNAME"
-unset POD_ROOT POD_HOSTNAME
-exec "$@"
+unset POD_ROOT POD_HOSTNAME POD_MOUNTS
+exec chroot "$root" "$@"
 """
+
+
+POD_MARK = "POD_OF_THE_TESTS"
+"""A variable by which all processes of a pod are found."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """What an image has that this machine has not at that place."""
+
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    """By their path in the image."""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -46,10 +71,21 @@ class Pod:
     log: Path
     command: list[str]
     values: dict[str, str]
+    sidecars: list[Pod] = field(default_factory=list)
+    """Containers that run beside it, each as if it were a pod."""
 
     def start_again(self) -> None:
         """What a kubelet does with a container that ended: the same once more, in the same pod."""
         self.process = _started(self.command, self.values, self.log)
+
+    def end_sidecars(self) -> None:
+        """Sidecars are asked to end when the pod's own containers have."""
+        for sidecar in self.sidecars:
+            if sidecar.process.poll() is None:
+                sidecar.process.terminate()
+        for sidecar in self.sidecars:
+            sidecar.process.wait(timeout=120)
+        self.sidecars = []
 
 
 @dataclass
@@ -77,6 +113,9 @@ class PodRunner:
     gangs: dict[str, Gang] = field(default_factory=dict)
     servers: dict[str, ProbedPod] = field(default_factory=dict)
     """By the path of their Deployment; each has one replica."""
+    images: dict[str, Image] = field(default_factory=dict)
+    secrets: dict[str, str] = field(default_factory=dict)
+    """By name/key; one that is not there is empty."""
 
     def until(self, ask: Callable[[], Any], what: str, seconds: float = 300.0) -> Any:
         """Run whatever is there until something is true."""
@@ -95,6 +134,14 @@ class PodRunner:
             served.pod.process.kill()
             served.pod.process.wait()
 
+    def lose_everything(self) -> None:
+        """Kill all pods and forget what the server holds: another cluster, with an empty volume."""
+        self.close()
+        self.gangs.clear()
+        self.server.objects.clear()
+        for path in self.shared.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
     def logs(self) -> str:
         return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.folder.glob("*.log")))
 
@@ -103,9 +150,10 @@ class PodRunner:
             there = self.server.objects.get(path)
             if there is None or there["metadata"]["uid"] != gang.uid:
                 self._collect(gang)
-        for path in [*self.server.paths("/jobs/"), *self.server.paths("/jobsets/")]:
+        kinds = {"/jobs/": self._start, "/jobsets/": self._start, "/pytorchjobs/": self._start_pytorchjob}
+        for path, start in [(path, start) for kind, start in kinds.items() for path in self.server.paths(kind)]:
             if path not in self.gangs:
-                self.gangs[path] = self._start(path)
+                self.gangs[path] = start(path)
         for gang in self.gangs.values():
             if gang.path in self.server.objects and gang.pods:
                 self._look(gang)
@@ -143,9 +191,38 @@ class PodRunner:
         pods = [self._pod(job["template"], index, peers, name, uid, restarts) for index in range(job["completions"])]
         return Gang(path, pods, restarts, found["metadata"]["uid"])
 
+    def _start_pytorchjob(self, path: str) -> Gang:
+        """The pods of a PyTorchJob, with the variables that the training operator 1.8 sets."""
+        found = self.server.objects[path]
+        name, replicas = found["metadata"]["name"], found["spec"]["pytorchReplicaSpecs"]
+        (port,) = free_ports(1, 20000, 30000)
+        peers = [
+            f"{name}-master-0",
+            *(f"{name}-worker-{n}" for n in range(replicas.get("Worker", {}).get("replicas", 0))),
+        ]
+        pods = []
+        for rank in range(len(peers)):
+            template = replicas["Worker" if rank else "Master"]["template"]
+            address = {"MASTER_ADDR": peers[0], "MASTER_PORT": str(port)}
+            ranks = {"RANK": str(rank), "WORLD_SIZE": str(len(peers)), "PYTHONUNBUFFERED": "1"}
+            # What torchrun takes for arguments that it is not given.
+            elastic = {f"PET_{key}": value for key, value in address.items()} | {"PET_NODE_RANK": str(rank)}
+            elastic |= {"PET_NNODES": str(len(peers)), "PET_NPROC_PER_NODE": "auto"}
+            uid = str(uuid.uuid4())
+            pods.append(self._pod(template, rank, peers, name, uid, 0, address | ranks | elastic))
+        return Gang(path, pods, 0, found["metadata"]["uid"])
+
     def _pod(
-        self, template: dict[str, Any], index: int, peers: list[str], service: str, uid: str, restarts: int
+        self,
+        template: dict[str, Any],
+        index: int,
+        peers: list[str],
+        service: str,
+        uid: str,
+        restarts: int,
+        operator: Mapping[str, str] | None = None,
     ) -> Pod:
+        """Start a pod; `operator` is what its controller sets, an index where nothing is given."""
         name = f"{peers[index]}-{restarts}-{uid[:4]}"
         root = Path(tempfile.mkdtemp(prefix="pod-", dir=self.folder))
         labels = template["metadata"]["labels"] | {
@@ -163,21 +240,57 @@ class PodRunner:
         if spec.get("automountServiceAccountToken", True):
             shutil.copytree(self.service_account, account)
         volumes = {volume["name"]: self._volume(volume, root) for volume in spec["volumes"]}
-        mounts = [(volumes[each["name"]], each["mountPath"]) for each in container["volumeMounts"]]
-        (root / "mounts").write_text("".join(f"{source} {target}\n" for source, target in mounts if source))
-        values = {"PATH": os.environ["PATH"], "HOME": "/root", "POD_ROOT": str(root), "POD_HOSTNAME": peers[index]}
-        values |= {"JOB_COMPLETION_INDEX": str(index)}
-        host, port = self.server.url.removeprefix("https://").split(":")
-        values |= {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
-        values |= {each["name"]: _value(each, labels) for each in container["env"]}
-        log = self.folder / f"{name}.log"
-        inside = ["unshare", "--mount", "--uts", "bash", "-c", _INSIDE, "pod"]
-        command = [*inside, *container["command"], *container["args"]]
-        process = _started(command, values, log)
+        controller = {"JOB_COMPLETION_INDEX": str(index)} if operator is None else dict(operator)
+        variables = {"POD_ROOT": str(root), "POD_HOSTNAME": peers[index]} | controller
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
+
+        def start(body: dict[str, Any], log: Path) -> Pod:
+            return self._container(body, volumes, root, variables, labels | {"metadata.uid": uid}, (name, path, log))
+
+        aside = [body for body in spec.get("initContainers", ()) if body.get("restartPolicy") == "Always"]
+        assert len(aside) == len(spec.get("initContainers", ())), "init containers that end are not run here"
+        sidecars = [start(body, self.folder / f"{name}-{body['name']}.log") for body in aside]
+        pod = start(container, self.folder / f"{name}.log")
+        pod.sidecars = sidecars
         body = {"metadata": {"labels": labels}, "spec": {"nodeName": f"node-{index}", "containers": [container]}}
         self.server.put(path, body | {"status": {"phase": "Running"}})
-        return Pod(name, path, process, log, command, values)
+        return pod
+
+    def _container(
+        self,
+        body: dict[str, Any],
+        volumes: Mapping[str, Path | None],
+        root: Path,
+        variables: Mapping[str, str],
+        fields: Mapping[str, str],
+        named: tuple[str, str, Path],
+    ) -> Pod:
+        """Start a container of a pod; `named` is the pod, its path in the server and the container's log."""
+        image = self.images.get(body["image"], Image())
+        mounts = [(source, mount["mountPath"]) for mount in body["volumeMounts"] if (source := volumes[mount["name"]])]
+        mounts = [(folder, path) for path, folder in image.folders.items()] + mounts
+        (root / f"mounts-{body['name']}").write_text("".join(f"{source} {target}\n" for source, target in mounts))
+        values = {"PATH": os.environ["PATH"], "HOME": "/root"} | dict(image.environment) | dict(variables)
+        values[POD_MARK] = named[0]
+        values["POD_MOUNTS"] = str(root / f"mounts-{body['name']}")
+        host, port = self.server.url.removeprefix("https://").split(":")
+        values |= {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
+        values |= {variable["name"]: self._value(variable, fields) for variable in body.get("env", ())}
+        inside = ["unshare", "--mount", "--uts", "bash", "-c", _INSIDE, "pod"]
+        command = [*inside, *body["command"], *body["args"]]
+        name, path, log = named
+        return Pod(name, path, _started(command, values, log), log, command, values)
+
+    def _value(self, variable: dict[str, Any], fields: Mapping[str, str]) -> str:
+        """A variable's value; `fields` are the pod's labels and other fields."""
+        if "value" in variable:
+            return variable["value"].replace("$$", "$")
+        source = variable["valueFrom"]
+        if "secretKeyRef" in source:
+            return self.secrets.get(f"{source['secretKeyRef']['name']}/{source['secretKeyRef']['key']}", "")
+        field_path = source["fieldRef"]["fieldPath"]
+        label = re.fullmatch(r"metadata\.labels\['(.*)'\]", field_path)
+        return fields[label[1] if label is not None else field_path]
 
     def _volume(self, volume: dict[str, Any], root: Path) -> Path | None:
         """A folder with what a volume holds; shared memory is this machine's own."""
@@ -206,12 +319,30 @@ class PodRunner:
                 self._write_end(pod, code)
             else:
                 self._probe(pod)
+            for sidecar in pod.sidecars:
+                if sidecar.process.poll() is not None and code is None:
+                    sidecar.start_again()
+        kind = self.server.objects[gang.path]["kind"]
         bad = [code for code in codes if code]
-        if bad:
+        if kind == "PyTorchJob":
+            self._look_at_pytorchjob(gang, codes)
+        elif bad:
             self._fail(gang, [128 - code if code < 0 else code for code in bad])
         elif all(code == 0 for code in codes):
-            is_set = self.server.objects[gang.path]["kind"] == "JobSet"
-            self._conclude(gang, "Completed" if is_set else "Complete")
+            self._conclude(gang, "Completed" if kind == "JobSet" else "Complete")
+
+    def _look_at_pytorchjob(self, gang: Gang, codes: list[int | None]) -> None:
+        """The master's end is the job's; a container that fails is started again in its pod, `backoffLimit` times."""
+        spec = self.server.objects[gang.path]["spec"]
+        if codes[0] == 0:
+            return self._conclude(gang, "Succeeded")
+        for pod, code in zip(gang.pods, codes, strict=True):
+            if not code:
+                continue
+            if gang.restarts >= spec["runPolicy"]["backoffLimit"]:
+                return self._conclude(gang, "Failed", "PyTorchJobFailed")
+            gang.restarts += 1
+            pod.start_again()
 
     def _probe(self, pod: Pod) -> None:
         """Ask the readiness probe of a pod, where it has one that is a command; pods share this machine's loopback."""
@@ -260,8 +391,20 @@ class PodRunner:
     def _kill(self, gang: Gang) -> None:
         for pod in gang.pods:
             if pod.process.poll() is None:
-                pod.process.kill()
+                _kill_all(pod.process)
             pod.process.wait()
+            pod.end_sidecars()
+            _kill_left(pod.name)
+
+
+def _kill_left(name: str) -> None:
+    """End what a container has started besides: a pod's processes end with it."""
+    mark = f"{POD_MARK}={name}".encode()
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal():
+            with suppress(OSError):
+                if mark in (process / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(process.name), signal.SIGKILL)
 
 
 def _started(command: list[str], values: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
@@ -271,10 +414,7 @@ def _started(command: list[str], values: dict[str, str], log: Path) -> subproces
         )
 
 
-def _value(variable: dict[str, Any], labels: dict[str, str]) -> str:
-    if "value" in variable:
-        return variable["value"].replace("$$", "$")
-    field_path = variable["valueFrom"]["fieldRef"]["fieldPath"]
-    label = re.fullmatch(r"metadata\.labels\['(.*)'\]", field_path)
-    assert label is not None, field_path
-    return labels[label[1]]
+def _kill_all(process: subprocess.Popen[bytes]) -> None:
+    """Kill a container's processes: it leads a session of its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -59,8 +59,12 @@ class SlurmRuns:
     def submit(self, job: Job) -> SlurmRun:
         target = SlurmTarget(job.cluster)
         submitted = target.submit(target.render(job), job)
-        self._submitted.append(submitted)
+        self.keep(submitted)
         return SlurmRun(self.slurm, target, submitted)
+
+    def keep(self, submitted: SubmittedJob) -> None:
+        """Remember a job that was submitted otherwise, to cancel what is left of it."""
+        self._submitted.append(submitted)
 
     def end(self) -> None:
         for submitted in self._submitted:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx2
 import openai
@@ -38,13 +39,19 @@ class Served:
 
 
 @contextmanager
-def serve_letters(*, loaded: bool = True, api_key: str | None = None, max_requests: int = 8) -> Iterator[Served]:
-    """Serve the model of letters until this is left."""
+def serve_letters(
+    *,
+    loaded: bool = True,
+    api_key: str | None = None,
+    max_requests: int = 8,
+    around: Callable[[Any], Any] = lambda app: app,
+) -> Iterator[Served]:
+    """Serve the model of letters until this is left, with a middleware `around` it."""
     generator, tokenizer = ScriptedGenerator(), Letters()
     state = ServerState(max_requests=max_requests)
     if loaded:
         state.loaded(ServedModel("letters", generator, tokenizer))
-    with bind_socket("127.0.0.1", 0) as listener, run_in_thread(build_app(state, api_key=api_key), listener):
+    with bind_socket("127.0.0.1", 0) as listener, run_in_thread(around(build_app(state, api_key=api_key)), listener):
         url = listener_url(listener)
         with (
             httpx2.Client(base_url=url, timeout=120) as http,

@@ -49,6 +49,15 @@ _DEEPSEEK_EXPERTS: dict[str, Any] = {
     "score_bias": True,
     "scale": 2.5,
 }
+_LLAMA4_EXPERTS: dict[str, Any] = {
+    "experts": 4,
+    "top_k": 1,
+    "ffn": 24,
+    "shared_ffn": 24,
+    "scores": "sigmoid",
+    "normalize_top_k": False,
+    "scale_inputs": True,
+}
 _TINY: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **_SIZES, "rope": {"base": 10000.0}},
     # As Llama 3.1 and 3.2: stretched frequencies (some of each kind at these sizes), one embedding.
@@ -142,6 +151,63 @@ _TINY: dict[str, dict[str, Any]] = {
         "mla": {"kv_rank": 16, "nope_dim": 8, "rope_dim": 6, "value_dim": 10, "rope_interleaved": False},
         "moe": _DEEPSEEK_EXPERTS | {"normalize_top_k": False, "scale": 1.5, "dense_first": 2},
     },
+    # As gpt-oss: YaRN with bounds that are not rounded; a limit that bends a good part of gates and ups.
+    "gpt_oss": {
+        "family": "gpt_oss",
+        **_EXPERTS,
+        "layers": 3,
+        "head_dim": 16,
+        "rope": {"base": 150000.0, "scaling": _YARN | {"truncate": False, "beta_fast": 8.0}},
+        "sliding_window": 8,
+        "attention_pattern": ["window", "full"],
+        "swiglu_limit": 1.0,
+        "moe": {"experts": 4, "top_k": 2, "ffn": 24, "router_bias": True},
+    },
+    # No window, positions that are not stretched, three query heads to a key head, another gate.
+    "gpt-oss-plain": {
+        "family": "gpt_oss",
+        **_EXPERTS,
+        "heads": 6,
+        "rope": {"base": 10000.0},
+        "swiglu_alpha": 1.2,
+        "tied_embeddings": True,
+        "moe": {"experts": 5, "top_k": 3, "ffn": 20, "router_bias": True},
+    },
+    # As Maverick: experts in every second layer, no norm of queries; positions that are not stretched.
+    "llama4_text": {
+        "family": "llama4_text",
+        **_SIZES,
+        "layers": 5,
+        "rope": {"base": 500000.0, "interleaved": True, "local_only": True},
+        "attention_chunk": 7,
+        "attention_pattern": ["chunk", "chunk", "chunk", "full"],
+        # So short that most of a text is past several steps.
+        "attention_temperature": {"scale": 0.3, "tokens": 4},
+        "moe": _LLAMA4_EXPERTS | {"every": 2},
+    },
+    # As Scout: experts in all layers, normed queries and keys, Llama 3's stretch; two experts for a token.
+    "llama4-scout": {
+        "family": "llama4_text",
+        **_EXPERTS,
+        "layers": 3,
+        "heads": 6,
+        "head_dim": 12,
+        "rope": {"base": 100.0, "interleaved": True, "local_only": True, "scaling": _LLAMA3},
+        "attention_chunk": 8,
+        "attention_pattern": ["chunk", "full"],
+        "qk_l2_norm": True,
+        "moe": _LLAMA4_EXPERTS | {"top_k": 2},
+    },
+    # Chunks in all layers.
+    "llama4-chunks": {
+        "family": "llama4_text",
+        **_EXPERTS,
+        "rope": {"base": 10000.0, "interleaved": True},
+        "attention_chunk": 16,
+        "qk_l2_norm": True,
+        "tied_embeddings": True,
+        "moe": _LLAMA4_EXPERTS,
+    },
     "gpt2": {"family": "gpt2", **_SIZES, "kv_heads": 4, "ffn": 128},
     "gpt2-untied": {"family": "gpt2", **_SIZES, "kv_heads": 4, "ffn": 96, "tied_embeddings": False, "norm_eps": 1e-3},
 }
@@ -160,6 +226,8 @@ FAMILIES = (
     "gemma3_text",
     "phi3",
     "nemotron",
+    "gpt_oss",
+    "llama4_text",
 )
 """One tiny model of each family."""
 VARIANTS = tuple(_TINY)
@@ -174,6 +242,11 @@ _NOT_IN_MEGATRON = (
     "gemma2",
     "gemma3_text",
     "nemotron",
+    "gpt_oss",
+    "gpt-oss-plain",
+    "llama4_text",
+    "llama4-scout",
+    "llama4-chunks",
     *LATENT,
 )
 MEGATRON_VARIANTS = tuple(variant for variant in VARIANTS if variant not in _NOT_IN_MEGATRON)
@@ -306,6 +379,33 @@ def transformers_config(config: ModelConfig) -> Any:
     keys["num_experts_per_tok"] = moe.top_k
     if config.family == "deepseek_v3":
         return _deepseek_config(config, keys)
+    if config.family == "gpt_oss":
+        kinds = ["full" if config.layer_window(layer) is None else "sliding" for layer in range(config.layers)]
+        return hf.GptOssConfig(
+            **keys,
+            intermediate_size=moe.ffn,
+            num_local_experts=moe.experts,
+            sliding_window=config.sliding_window or 128,
+            layer_types=[f"{kind}_attention" for kind in kinds],
+            swiglu_alpha=config.swiglu_alpha,
+            swiglu_limit=config.swiglu_limit,
+        )
+    if config.family == "llama4_text":
+        temperature = config.attention_temperature
+        return hf.Llama4TextConfig(
+            **(keys | {"intermediate_size": moe.ffn}),
+            intermediate_size_mlp=config.ffn or 16384,
+            num_local_experts=moe.experts,
+            interleave_moe_layer_step=moe.every,
+            use_qk_norm=config.qk_l2_norm,
+            no_rope_layers=[int(config.layer_chunk(layer) is not None) for layer in range(config.layers)],
+            attention_chunk_size=config.attention_chunk,
+            attn_temperature_tuning=temperature is not None,
+            attn_scale=0.1 if temperature is None else temperature.scale,
+            floor_scale=8192 if temperature is None else temperature.tokens,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
     if config.family == "mixtral":
         return hf.MixtralConfig(**keys, intermediate_size=moe.ffn, num_local_experts=moe.experts)
     return hf.Qwen3MoeConfig(
@@ -355,7 +455,7 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
         found["original_max_position_embeddings"] = scaling.original_positions
     if scaling is not None and scaling.kind == "yarn":
         found["original_max_position_embeddings"] = scaling.original_positions
-        for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"):
             if getattr(scaling, key) is not None:
                 found[key] = getattr(scaling, key)
     return found

@@ -63,6 +63,36 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {"family": "phi3", **_SIZES, "ffn": 24, "rope": {"base": 1e4, "fraction": 0.5}},
     "nemotron": {"family": "nemotron", **_SIZES, "ffn": 24, "rope": {"base": 1e4, "fraction": 0.5}},
 }
+MODELS["gpt_oss"] = {
+    "family": "gpt_oss",
+    **_SIZES,
+    "rope": {"base": 1e4, "scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 8, "truncate": False}},
+    "sliding_window": 5,
+    "attention_pattern": ["window", "full"],
+    "swiglu_limit": 0.3,
+    "moe": {"experts": 4, "top_k": 2, "ffn": 8, "router_bias": True},
+}
+# Chunks and no positions, a temperature that counts at once, experts in the second layer only.
+MODELS["llama4"] = {
+    "family": "llama4_text",
+    **_SIZES,
+    "ffn": 24,
+    "rope": {"base": 1e4, "interleaved": True, "local_only": True},
+    "attention_chunk": 5,
+    "attention_pattern": ["chunk", "full"],
+    "attention_temperature": {"scale": 0.5, "tokens": 3},
+    "qk_l2_norm": True,
+    "moe": {
+        "experts": 4,
+        "top_k": 1,
+        "ffn": 8,
+        "shared_ffn": 8,
+        "scores": "sigmoid",
+        "normalize_top_k": False,
+        "scale_inputs": True,
+        "every": 2,
+    },
+}
 MODELS["latent"] = {
     "family": "deepseek_v3",
     **{key: value for key, value in _SIZES.items() if key not in ("kv_heads", "head_dim")},
@@ -122,8 +152,8 @@ def small_job(folder: Path, recipe: Recipe, layout: str, *, uneven: bool = False
 
     `uneven` is how an elastic run goes on that has lost nodes; without `checked` the layout may be an illegal one.
     """
-    config = recipe.model.config
-    assert config is not None
+    assert recipe.model.config is not None
+    config = recipe.trained_architecture(recipe.model.config)
     orders = run_orders(recipe, RunTokens(()), folder, build=False)
     placed = replace(resolve_layout(Layout.model_validate(parse_layout(layout)), config), uneven=uneven)
     asked = {"sequence_length": orders.train.sequence_length, "batch_sizes": orders.train.schedule.sizes}

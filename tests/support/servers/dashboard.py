@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +12,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
-import pytest
 
+from support.missing_parts import missing_part
 from trainshed.observe.dash.run_files import RunSource
 from trainshed.observe.dash.server import DashSettings, running_server
 from trainshed.observe.dash.views import Dashboard, source_key
@@ -85,9 +84,7 @@ def real_browser() -> Iterator[Any]:
     """Chromium of the system, driven by playwright."""
     program = shutil.which("chromium")
     if program is None:
-        if os.environ.get("TRAINSHED_REQUIRE_ALL") == "1":
-            pytest.fail("no browser: chromium is not installed (apt-get install chromium)")
-        pytest.skip("no browser: chromium is not installed (apt-get install chromium)")
+        missing_part("no browser: chromium is not installed (apt-get install chromium)")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_a-token-that-must-never-be-shown"
@@ -45,6 +47,12 @@ class HubServer:
     cdn_url: str = ""
     requests: Counter[str] = field(default_factory=Counter)
     tokens_at_cdn: list[str | None] = field(default_factory=list)
+    private: set[str] = field(default_factory=set)
+    """Repositories that were created private."""
+    uploaded: dict[str, bytes] = field(default_factory=dict)
+    """Large objects that were uploaded, by SHA-256, whether a commit names them or not."""
+    commits: list[str] = field(default_factory=list)
+    """The messages of the commits that were made."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, text: str) -> int:
@@ -83,6 +91,10 @@ def running() -> Iterator[HubServer]:
             server.server_close()
 
 
+def _is_large(file: dict[str, Any]) -> bool:
+    return file["path"].endswith((".safetensors", ".gguf"))
+
+
 def _handler(hub: HubServer, *, cdn: bool) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -99,6 +111,9 @@ def _handler(hub: HubServer, *, cdn: bool) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             self.answer()
 
+        def do_PUT(self) -> None:
+            self.answer()
+
         def answer(self) -> None:
             parts = urlsplit(self.path)
             path = unquote(parts.path)
@@ -110,6 +125,14 @@ def _handler(hub: HubServer, *, cdn: bool) -> type[BaseHTTPRequestHandler]:
             fault = hub.take_fault(path)
             if fault is not None and fault.status:
                 return self.refuse(fault.status, **fault.headers)
+            if path.startswith("/upload/"):
+                return self.keep_object(path, body)
+            if path.endswith("/info/lfs/objects/batch"):
+                return self.offer_uploads(json.loads(body))
+            if path == "/api/validate-yaml":
+                return self.json({"errors": [], "warnings": []})
+            if path == "/api/repos/create":
+                return self.create(json.loads(body))
             if cdn:
                 hub.tokens_at_cdn.append(self.headers.get("Authorization"))
                 assert parts.query == f"Signature={SIGNATURE}"
@@ -134,6 +157,51 @@ def _handler(hub: HubServer, *, cdn: bool) -> type[BaseHTTPRequestHandler]:
                 return True
             return False
 
+        def create(self, body: dict[str, Any]) -> None:
+            if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                return self.refuse(401, **{"X-Error-Message": "Invalid username or password."})
+            name = f"{body['organization']}/{body['name']}"
+            if name not in hub.repos and (body.get("private") or body.get("visibility") == "private"):
+                hub.private.add(name)
+            status = 409 if name in hub.repos else 200
+            hub.repos.setdefault(name, {})
+            return self.json({"url": f"{hub.url}/{name}", "id": name}, status=status)
+
+        def offer_uploads(self, body: dict[str, Any]) -> None:
+            """Answer as Git LFS: where to put each object; nothing where it is there."""
+            objects = []
+            for wanted in body["objects"]:
+                offer = {"oid": wanted["oid"], "size": wanted["size"]}
+                if wanted["oid"] not in hub.uploaded:
+                    offer["actions"] = {"upload": {"href": f"{hub.url}/upload/{wanted['oid']}"}}
+                objects.append(offer)
+            return self.json({"transfer": "basic", "objects": objects})
+
+        def keep_object(self, path: str, body: bytes) -> None:
+            oid = path.removeprefix("/upload/")
+            if hashlib.sha256(body).hexdigest() != oid:
+                return self.refuse(400)
+            hub.uploaded[oid] = body
+            return self.refuse(200)
+
+        def commit(self, name: str, body: bytes) -> None:
+            """Take a commit: a header, files in Base64, and large objects by their hash."""
+            files = dict(hub.repos[name])
+            for line in body.decode().splitlines():
+                entry = json.loads(line)
+                value = entry["value"]
+                if entry["key"] == "header":
+                    hub.commits.append(value["summary"])
+                elif entry["key"] == "file":
+                    files[value["path"]] = base64.b64decode(value["content"])
+                elif entry["key"] == "lfsFile":
+                    if value["oid"] not in hub.uploaded:
+                        return self.refuse(400)
+                    files[value["path"]] = hub.uploaded[value["oid"]]
+                    hub.lfs.add(value["path"])
+            hub.repos[name] = files
+            return self.json({"commitOid": COMMIT, "commitUrl": f"{hub.url}/{name}/commit/{COMMIT}"})
+
         def api(self, path: str, query: dict[str, list[str]], body: bytes) -> None:
             kind, org, repo, *rest = path.removeprefix("/api/").split("/")
             name = f"{org}/{repo}" if kind == "models" else f"{kind}/{org}/{repo}"
@@ -144,6 +212,16 @@ def _handler(hub: HubServer, *, cdn: bool) -> type[BaseHTTPRequestHandler]:
                 return self.refuse(404, **{"X-Error-Code": "RevisionNotFound"})
             if what in ("", "revision"):
                 return self.json({"id": f"{org}/{repo}", "sha": COMMIT, "siblings": []})
+            if what in ("preupload", "commit") and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                return self.refuse(403)
+            if what == "preupload":
+                entries = [
+                    {"path": file["path"], "shouldIgnore": False, "uploadMode": "lfs" if _is_large(file) else "regular"}
+                    for file in json.loads(body)["files"]
+                ]
+                return self.json({"files": entries})
+            if what == "commit":
+                return self.commit(name, body)
             files = hub.repos[name]
             if what == "paths-info":
                 wanted = parse_qs(body.decode())["paths"]
@@ -213,9 +291,9 @@ def _handler(hub: HubServer, *, cdn: bool) -> type[BaseHTTPRequestHandler]:
                 return
             self.wfile.write(body)
 
-        def json(self, value: object, **headers: str) -> None:
+        def json(self, value: object, status: int = 200, **headers: str) -> None:
             body = json.dumps(value).encode()
-            self.send_response(200)
+            self.send_response(status)
             for name, text in headers.items():
                 self.send_header(name, text)
             self.send_header("Content-Type", "application/json")

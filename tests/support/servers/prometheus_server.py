@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import urllib.parse
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import pytest
 
 from support.clusters.small_agents import wait_for
+from support.missing_parts import missing_part
 from trainshed.launch.ranks import free_port
 
 CONFIG = """
@@ -54,9 +53,7 @@ def prometheus_server(folder: Path, scraped_port: int) -> Iterator[PrometheusQue
     """Run Prometheus until the block ends; where it is not installed the test is skipped, in CI it fails."""
     program = shutil.which("prometheus")
     if program is None:
-        if os.environ.get("TRAINSHED_REQUIRE_ALL") == "1":
-            pytest.fail("prometheus is not installed (apt install prometheus)")
-        pytest.skip("needs prometheus (apt install prometheus)")
+        missing_part("prometheus is not installed (apt install prometheus)")
     folder.mkdir()
     (folder / "prometheus.yml").write_text(CONFIG.format(port=scraped_port))
     port = free_port()

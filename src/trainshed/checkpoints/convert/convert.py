@@ -7,6 +7,8 @@ and, last of all, the manifest are written, and the target appears. Killed befor
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -26,7 +28,8 @@ from trainshed.checkpoints.hf.companion_files import (
     read_companions,
     with_chat_template,
 )
-from trainshed.checkpoints.prove.verdict import Verdict, prove, write_verdict
+from trainshed.checkpoints.prove.verdict import Verdict, prove, prove_quantized, write_verdict
+from trainshed.checkpoints.quantization import WeightQuantization, quantization_of
 from trainshed.checkpoints.weights import OutputFile, Weights, WeightsWriter, dtype_name
 from trainshed.errors import InputError, TrainshedError
 from trainshed.models.parameters import parameter_count
@@ -35,8 +38,15 @@ from trainshed.storage import FileEntry, LocalStore, Manifest, StoreOptions
 from trainshed.storage.manifest import MANIFEST
 
 KIND = "weights"
-Dtype = Literal["bf16", "fp32"]
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+Dtype = Literal["bf16", "fp32", "fp16", "fp8", "q8_0"]
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    # What is not quantised.
+    "fp8": torch.bfloat16,
+    "q8_0": torch.float32,
+}
 # Index, config, tokenizer files: what a target has besides its weights.
 _OTHER_BYTES = 64 * 1024
 DEFAULT_WORKERS = 4
@@ -72,6 +82,7 @@ def convert_weights(
     end_tokens: Sequence[int] = (),
     vocab_size: int | None = None,
     averaged: bool = False,
+    replace: bool = False,
     logits: bool = True,
     workers: int = DEFAULT_WORKERS,
     scratch: Path | None = None,
@@ -84,9 +95,14 @@ def convert_weights(
     replaces that of the tokenizer, `end_tokens` what ends an answer by it; `vocab_size` and `averaged` are as for
     `open_weights`. A target in a bucket is first written to the local disk, below `scratch`, and each file is uploaded
     when it is complete. A verdict that failed is stored and returned like one that passed: the caller decides.
+
+    A target that holds another conversion is refused. With `replace` it is made anew, also where the source has changed
+    since: the target is what a run exports, and the run has trained longer.
     """
     if workers < 1:
         raise InputError(f"{workers} workers", hint="write at least 1")
+    to.check_dtype(dtype)
+    scheme = quantization_of(dtype)
     if to.layout_note is not None:
         reporter.note(to.layout_note)
     target_place = ConversionTarget(target, scratch, options)
@@ -94,15 +110,22 @@ def convert_weights(
     source_weights = ConversionSource(source, options, vocab_size, averaged=averaged)
     spec = {"from": source_weights.pinned, "format": source_weights.format, "tokenizer": tokenizer, **to.to_plain()}
     if dtype is not None:
-        spec["dtype"] = dtype_name(_DTYPES[dtype])
+        spec["dtype"] = dtype_name(_DTYPES[dtype]) if scheme is None else scheme.name
     if chat_template is not None:
         spec["chat_template"] = chat_template
     if end_tokens:
         spec["end_tokens"] = list(end_tokens)
     if averaged:
         spec["weights"] = "ema"
+    if replace:
+        spec["source"] = hashlib.sha256(json.dumps(source_weights.fingerprint()).encode()).hexdigest()
+    if earlier is not None and replace and _is_another(earlier, spec):
+        reporter.note(f"{target} holds what this run exported before: it is made anew")
+        target_place.clear()
+        earlier = None
     if earlier is not None:
-        _refuse_another(earlier, spec, target_place)
+        if _is_another(earlier, spec):
+            raise target_place.occupied_error(f"the conversion of {earlier.spec.get('from', 'something else')}")
         if not (target_place.is_local and source_weights.is_read_in_place):
             reporter.note("this conversion is done already; it was not compared once more, as it is not on this disk")
             return _conversion_result(source_weights, target, earlier, target_place.verdict(), made_now=0)
@@ -112,22 +135,22 @@ def convert_weights(
         )
         companions = with_chat_template(companions, chat_template, end_tokens)
         job = _ConversionJob(
-            weights, target_place, to, _choose_dtype(dtype, weights, reporter), companions, workers, reporter
+            weights, target_place, to, _choose_dtype(dtype, weights, reporter), scheme, companions, workers, reporter
         )
         if earlier is not None:
             job.prove_again(earlier)
             return _conversion_result(source_weights, target, earlier, target_place.verdict(), made_now=0)
         manifest, kept, verdict = job.run(
-            {**spec, "dtype": dtype_name(job.dtype)}, source_weights.fingerprint(), logits=logits
+            {**spec, "dtype": spec["dtype"] if scheme is not None else dtype_name(job.dtype)},
+            source_weights.fingerprint(),
+            logits=logits,
         )
     return _conversion_result(source_weights, target, manifest, verdict, made_now=manifest.facts["units"] - kept)
 
 
-def _refuse_another(earlier: Manifest, spec: Mapping[str, Any], place: ConversionTarget) -> None:
-    """Refuse a target that holds something else: a target is never overwritten."""
-    differs = any(earlier.spec.get(key) != spec.get(key) for key in (*spec, "weights"))
-    if earlier.kind != KIND or differs:
-        raise place.occupied_error(f"the conversion of {earlier.spec.get('from', 'something else')}")
+def _is_another(earlier: Manifest, spec: Mapping[str, Any]) -> bool:
+    """Tell whether a target holds something else than is asked for."""
+    return earlier.kind != KIND or any(earlier.spec.get(key) != spec.get(key) for key in (*spec, "weights"))
 
 
 def _conversion_result(
@@ -155,15 +178,16 @@ class _ConversionJob:
         place: ConversionTarget,
         to: TargetFormat,
         dtype: torch.dtype,
+        scheme: WeightQuantization | None,
         companions: Mapping[str, bytes],
         workers: int,
         reporter: Reporter,
     ) -> None:
-        self.dtype = dtype
+        self.dtype, self._scheme = dtype, scheme
         self._weights, self._place, self._to, self._companions = weights, place, to, companions
         self._workers, self._reporter = workers, reporter
         self._folder, self._target_folder = place.folder, place.folder.target
-        self._writer: WeightsWriter = to.writer(weights.config, dtype, companions)
+        self._writer: WeightsWriter = to.writer(weights.config, dtype, companions, scheme)
 
     def prove_again(self, earlier: Manifest) -> None:
         """Compare what an earlier conversion wrote with the source again, tensor by tensor."""
@@ -235,13 +259,17 @@ class _ConversionJob:
         return [finished.get(output.path) or written[output.path] for output in outputs]
 
     def _keep_companions(self) -> None:
-        if self._to.name != "hf":
+        if self._to.name not in ("hf", "gguf"):
             store = LocalStore(self._target_folder)
             for name, data in self._companions.items():
                 store.put(f"{COMPANIONS_FOLDER}/{name}", data)
 
     def _prove(self, folder: Path, *, logits: bool) -> Verdict:
         with open_weights(folder) as target:
+            if self._scheme is not None:
+                return prove_quantized(
+                    self._weights, target, self._scheme, logits=logits, workers=self._workers, reporter=self._reporter
+                )
             return prove(
                 self._weights, target, dtype=self.dtype, logits=logits, workers=self._workers, reporter=self._reporter
             )

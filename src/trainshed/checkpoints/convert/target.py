@@ -14,7 +14,6 @@ checksum.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -28,6 +27,7 @@ from typing import Any
 from trainshed.checkpoints.prove.verdict import VERDICT, Verdict
 from trainshed.checkpoints.weights import OutputFile
 from trainshed.errors import CorruptData, InputError, NoSpace, NotFound, TrainshedError
+from trainshed.file_locks import lock_file
 from trainshed.reporting import Reporter
 from trainshed.storage import FileEntry, Hasher, LocalStore, Manifest, StoreOptions, join, open_folder, parse
 from trainshed.storage.manifest import MANIFEST, artefact_folder
@@ -49,7 +49,7 @@ class ConversionFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("wb") as lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(lock, wait=False)
             except BlockingIOError:
                 raise InputError(
                     "another conversion into the same target is under way",
@@ -205,6 +205,15 @@ class ConversionTarget:
             return None
         except CorruptData:
             raise self.occupied_error("something whose manifest nobody can read") from None
+
+    def clear(self) -> None:
+        """Remove an earlier conversion; its manifest first, so that a part of it never counts."""
+        self._store.delete(MANIFEST)
+        if self.is_local:
+            shutil.rmtree(self.path)
+            return
+        for info in list(self._store.list()):
+            self._store.delete(info.path)
 
     def verdict(self) -> Verdict:
         """Return the verdict of an earlier conversion."""

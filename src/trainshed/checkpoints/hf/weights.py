@@ -3,9 +3,6 @@
 Opening reads only the config and the headers, checks that the tensors are those of the config, and needs neither torch
 nor safetensors. `read` reads only the bytes that a box needs, so every rank of any layout reads its own part from the
 same files. Files are not mapped: memory holds only the box, whatever the size of a file.
-
-A safetensors file: 8 bytes of little-endian header length, the header (JSON: name → dtype, shape, data_offsets),
-the data.
 """
 
 from __future__ import annotations
@@ -16,12 +13,13 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from trainshed.checkpoints.hf.safetensors_header import SafetensorsEntry, read_safetensors_header, same_bytes
 from trainshed.checkpoints.weights import box_ends, dtype_name, join_names
 from trainshed.errors import CorruptData, InputError, NoSuchName
 from trainshed.models.families import HF_FAMILIES, read_hf_config
@@ -29,7 +27,6 @@ from trainshed.models.hf_tensors import HfTensor, RowMapping, hf_row_mappings, h
 from trainshed.models.parameters import Parameter, parameter_count
 from trainshed.recipe import ModelConfig
 from trainshed.recipe.model import family_decoder
-from trainshed.storage import CHUNK_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -37,74 +34,24 @@ if TYPE_CHECKING:
     from trainshed.checkpoints.io import BufferPool
 
 
-# The limit of the safetensors library itself.
-_LONGEST_HEADER_BYTES = 100_000_000
-_DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-_AGAIN = "fetch or write the file again"
+@dataclass(frozen=True)
+class Mxfp4Entry(SafetensorsEntry):
+    """Stacked matrices in blocks of 4 bits (`mxfp4.py`), as if they were stored in bfloat16, transposed.
+
+    `start` and `end` are those of the blocks.
+    """
+
+    scales: SafetensorsEntry
 
 
 @dataclass(frozen=True)
-class SafetensorsEntry:
-    """One tensor of a file; `start` and `end` are byte offsets in the file."""
+class Float8Entry(SafetensorsEntry):
+    """A matrix in E4M3 with a scale for each row (compressed-tensors), as if it were stored in float32.
 
-    file: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
+    `start` and `end` are those of the values.
+    """
 
-
-def read_safetensors_header(path: Path) -> dict[str, SafetensorsEntry]:
-    """Return the tensors of a file by name; a file that is cut short or damaged is an error."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _LONGEST_HEADER_BYTES):
-                raise CorruptData("is no safetensors file, or only its beginning", where=str(path), hint=_AGAIN)
-            header = json.loads(file.read(length))
-    except FileNotFoundError:
-        raise CorruptData("is named by the index and not there", where=str(path), hint=_AGAIN) from None
-    except ValueError:
-        raise CorruptData("has a header that is not JSON", where=str(path), hint=_AGAIN) from None
-    try:
-        tensors = {
-            name: _entry(path, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"
-        }
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise CorruptData("has a header nobody can read", where=str(path), hint=_AGAIN) from None
-    end = max((tensor.end for tensor in tensors.values()), default=8 + length)
-    if end != size:
-        short = "cut short" if size < end else "longer than its tensors"
-        raise CorruptData(f"is {short}: {size} bytes where its header counts {end}", where=str(path), hint=_AGAIN)
-    for name, tensor in tensors.items():
-        bytes_each = _DTYPE_BYTES.get(tensor.dtype)
-        if bytes_each is not None and tensor.end - tensor.start != math.prod(tensor.shape) * bytes_each:
-            raise CorruptData(f"`{name}` has another size than its shape says", where=str(path), hint=_AGAIN)
-    return tensors
-
-
-def same_bytes(one: SafetensorsEntry, other: SafetensorsEntry) -> bool:
-    """Whether two tensors are equal bit by bit."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    with one.file.open("rb") as left, other.file.open("rb") as right:
-        left.seek(one.start)
-        right.seek(other.start)
-        rest = one.end - one.start
-        while rest:
-            length = min(rest, CHUNK_BYTES)
-            if left.read(length) != right.read(length):
-                return False
-            rest -= length
-    return True
-
-
-def _entry(path: Path, name: str, entry: Mapping[str, Any], data: int) -> SafetensorsEntry:
-    start, end = entry["data_offsets"]
-    shape = tuple(map(int, entry["shape"]))
-    return SafetensorsEntry(path, name, str(entry["dtype"]), shape, data + int(start), data + int(end))
+    scales: SafetensorsEntry
 
 
 CONFIG = "config.json"
@@ -112,6 +59,14 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The safetensors dtypes that are read, and torch's names for them."""
+SCALE_SUFFIX = ".weight_scale"
+"""What compressed-tensors calls the scales of a matrix, in place of `.weight`."""
+_FLOAT8 = "F8_E4M3"
+# Llama 4's parts.
+_PICTURE_PREFIXES, _TEXT_PREFIX = ("vision_model.", "multi_modal_projector."), "language_model."
+_MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+"""What DeepSeek-V3 stores again in each layer for multi-token prediction: it shares the embedding and the head."""
+_MXFP4_BLOCKS, _MXFP4_SCALES, _MXFP4_BLOCK_BYTES = "_blocks", "_scales", 16
 # Older versions of transformers saved these although they can be computed: rotary frequencies, GPT-2's causal masks.
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(bias|masked_bias))$")
 
@@ -179,13 +134,76 @@ def match_tensors(
     return {name: stored[name] for name in wanted}
 
 
-def _is_mtp_tensor(config: ModelConfig, name: str) -> bool:
-    """Whether a tensor belongs to one of DeepSeek-V3's layers after the last, which transformers leaves out too."""
-    if family_decoder(config.family) != "deepseek_v3":
+def _join_mxfp4(stored: dict[str, SafetensorsEntry], folder: Path) -> dict[str, SafetensorsEntry]:
+    """Return the tensors with one for each pair of `_blocks` and `_scales`."""
+    joined = dict(stored)
+    for blocks_name in [name for name in stored if name.endswith(_MXFP4_BLOCKS)]:
+        name = blocks_name.removesuffix(_MXFP4_BLOCKS)
+        blocks, scales = joined.pop(blocks_name), joined.pop(name + _MXFP4_SCALES, None)
+        if (
+            scales is None
+            or {blocks.dtype, scales.dtype} != {"U8"}
+            or len(blocks.shape) != 4
+            or blocks.shape[:3] != scales.shape
+            or blocks.shape[3] != _MXFP4_BLOCK_BYTES
+            or any(entry.end - entry.start != math.prod(entry.shape) for entry in (blocks, scales))
+        ):
+            shapes = list(blocks.shape), None if scales is None else list(scales.shape)
+            raise CorruptData(
+                f"`{blocks_name}` {shapes[0]} and its scales {shapes[1]} are not weights in MXFP4",
+                where=str(folder),
+                hint="fetch the folder again",
+            )
+        experts, rows, groups = scales.shape
+        shape = (experts, groups * 2 * _MXFP4_BLOCK_BYTES, rows)
+        joined[name] = Mxfp4Entry(blocks.file, name, "BF16", shape, blocks.start, blocks.end, scales)
+    return joined
+
+
+def _join_float8(stored: dict[str, SafetensorsEntry], folder: Path) -> dict[str, SafetensorsEntry]:
+    """Return the tensors with one for each matrix in E4M3 and its scales."""
+    joined = dict(stored)
+    for name, values in stored.items():
+        if values.dtype != _FLOAT8 or len(values.shape) != 2:
+            continue
+        scales = joined.pop(name.removesuffix(".weight") + SCALE_SUFFIX, None)
+        if (
+            scales is None
+            or scales.shape != (values.shape[0], 1)
+            or scales.dtype not in SAFETENSORS_DTYPES
+            or values.end - values.start != math.prod(values.shape)
+        ):
+            raise CorruptData(
+                f"`{name}` is in 8 bits, and has no scale for each of its rows",
+                where=str(folder),
+                hint="fetch the folder again; only scales by row (channel) are read",
+            )
+        joined[name] = Float8Entry(values.file, name, "F32", values.shape, values.start, values.end, scales)
+    return joined
+
+
+def _stored_mtp_layers(config: ModelConfig, stored: Container[str]) -> int:
+    """Count DeepSeek-V3's layers for multi-token prediction, which transformers leaves out."""
+    names = HF_FAMILIES[config.family].names
+    if "mtp.projection" not in names.tensors:
+        return 0
+    ending = f"{names.tensors['mtp.projection'][0]}.weight"
+    count = 0
+    while f"{names.layer.format(layer=config.layers + count)}{ending}" in stored:
+        count += 1
+    return count
+
+
+def _is_unused_mtp(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor is of a layer for multi-token prediction that is not read, or a copy of embedding or head."""
+    names = HF_FAMILIES[config.family].names
+    if "mtp.projection" not in names.tensors:
         return False
-    prefix = HF_FAMILIES[config.family].names.layer.partition("{layer}")[0]
-    number = name.removeprefix(prefix).partition(".")[0]
-    return name.startswith(prefix) and number.isdecimal() and int(number) >= config.layers
+    prefix = names.layer.partition("{layer}")[0]
+    number, _, local = name.removeprefix(prefix).partition(".")
+    if not name.startswith(prefix) or not number.isdecimal() or int(number) < config.layers:
+        return False
+    return int(number) >= config.layers + config.mtp_layers or local in _MTP_COPIES
 
 
 def _mismatch(wanted: HfTensor, stored: SafetensorsEntry) -> str | None:
@@ -221,12 +239,22 @@ class HfWeights:
 
     def __init__(self, folder: Path, config: ModelConfig | None = None) -> None:
         self.folder = folder
-        self.config = read_folder_config(folder) if config is None else config
         stored = list_tensors(folder)
-        self.left_out = [name for name in stored if _is_mtp_tensor(self.config, name)]
-        """Tensors that are not read: of layers that predict more than the next token."""
+        if config is None:
+            config = read_folder_config(folder)
+            config = config.with_mtp_layers(_stored_mtp_layers(config, stored))
+        self.config = config
+        self.left_out = [name for name in stored if _is_unused_mtp(self.config, name)]
+        """Tensors that are not read: of layers that predict more than the next token, or of what sees pictures."""
+        if family_decoder(self.config.family) == "llama4_text":
+            self.left_out = [name for name in stored if name.startswith(_PICTURE_PREFIXES)]
         stored = {name: tensor for name, tensor in stored.items() if name not in set(self.left_out)}
+        if any(name.startswith(_TEXT_PREFIX) for name in stored):
+            stored = {name.removeprefix(_TEXT_PREFIX): tensor for name, tensor in stored.items()}
         self._tied_head = stored.pop(HEAD, None) if self.config.tied_embeddings else None
+        if family_decoder(self.config.family) == "gpt_oss":
+            stored = _join_mxfp4(stored, folder)
+        stored = _join_float8(stored, folder)
         self._tensors = match_tensors(self.config, stored, folder)
         self._open_files: dict[Path, int] = {}
         self._lock = threading.Lock()
@@ -245,6 +273,13 @@ class HfWeights:
         with self._lock:
             _close_files(self._open_files)
             self._buffer_pool = None
+
+    @property
+    def left_out_part(self) -> str:
+        """What the tensors that are not read belong to."""
+        if family_decoder(self.config.family) == "llama4_text":
+            return "the part that sees pictures"
+        return "multi-token prediction"
 
     @property
     def dtypes(self) -> list[str]:
@@ -315,11 +350,11 @@ class HfWeights:
                 continue
             target = box if mapping.expert is None else box[mapping.expert - offset[0]]
             part = mapping.within(offset[dim], ends[dim])
-            if (
-                whole_rows
-                and not mapping.transposed
-                and SAFETENSORS_DTYPES[self._tensors[mapping.hf_name].dtype] == dtype_name(box.dtype)
-            ):
+            if isinstance(stored := self._tensors[mapping.hf_name], Mxfp4Entry):
+                self._read_mxfp4(target, mapping, stored, *part, columns, offset[dim])
+            elif isinstance(stored, Float8Entry):
+                self._read_float8(target, mapping, stored, *part, columns, offset[dim])
+            elif whole_rows and not mapping.transposed and SAFETENSORS_DTYPES[stored.dtype] == dtype_name(box.dtype):
                 self._read_directly(target, mapping, *part, offset[dim])
             else:
                 self._read_by_block(target, mapping, *part, columns, offset[dim])
@@ -334,7 +369,7 @@ class HfWeights:
         from trainshed.checkpoints.io import read_rows
 
         stored = self._tensors[mapping.hf_name]
-        row_bytes = (stored.end - stored.start) // stored.shape[0]
+        row_bytes = (stored.end - stored.start) // math.prod(stored.shape[: 2 if mapping.stacked else 1])
         descriptor, buffers = self._descriptor(stored.file), self._buffers
         for start, rows in mapping.runs(first, last):
             try:
@@ -356,6 +391,88 @@ class HfWeights:
             else:
                 target[torch.from_numpy(rows - origin)] = block.to(target.dtype)
 
+    def _read_mxfp4(
+        self,
+        target: torch.Tensor,
+        mapping: RowMapping,
+        stored: Mxfp4Entry,
+        first: int,
+        last: int,
+        columns: slice | None,
+        origin: int,
+    ) -> None:
+        """Read rows of an expert that are stored in 4 bits; their blocks are along our rows."""
+        import torch
+
+        from trainshed.checkpoints.hf.mxfp4 import dequantize_mxfp4
+        from trainshed.checkpoints.io import read_rows
+
+        assert mapping.expert is not None, "only experts are stored so"
+        assert columns is not None, "only matrices are stored so"
+        assert mapping.run == mapping.rows, "gate and up alternate there as they do here"
+        _, width, rows = stored.shape
+        groups, buffers = width // (2 * _MXFP4_BLOCK_BYTES), self._buffers
+        count = max(1, _BUFFER_BYTES // (groups * _MXFP4_BLOCK_BYTES))
+        for start in range(first, last, count):
+            stop = min(start + count, last)
+            row = mapping.expert * rows + start
+            with (
+                buffers.borrow((stop - start, groups, _MXFP4_BLOCK_BYTES), torch.uint8) as blocks,
+                buffers.borrow((stop - start, groups), torch.uint8) as scales,
+            ):
+                for entry, into in ((stored, blocks), (stored.scales, scales)):
+                    try:
+                        read_rows(
+                            self._descriptor(entry.file), entry.start + row * math.prod(into.shape[1:]), into, buffers
+                        )
+                    except EOFError:
+                        raise _cut_short(entry) from None
+                values = dequantize_mxfp4(blocks, scales)[:, columns]
+            target[start - origin : stop - origin] = values
+
+    def _read_float8(
+        self,
+        target: torch.Tensor,
+        mapping: RowMapping,
+        stored: Float8Entry,
+        first: int,
+        last: int,
+        columns: slice | None,
+        origin: int,
+    ) -> None:
+        """Read rows of a matrix in E4M3, multiplied by their scales."""
+        import torch
+
+        assert not mapping.transposed, "only plain matrices are stored so"
+        all_scales = self._whole(stored.scales).float()
+        width = stored.shape[1]
+        count = max(1, _BUFFER_BYTES // width)
+        for start in range(first, last, count):
+            stop = min(start + count, last)
+            place = mapping.hf_start + start
+            data = os.pread(self._descriptor(stored.file), (stop - start) * width, stored.start + place * width)
+            if len(data) < (stop - start) * width:
+                raise _cut_short(stored)
+            values = torch.frombuffer(bytearray(data), dtype=torch.float8_e4m3fn).view(-1, width).float()
+            values = (values * all_scales[place : place + stop - start])[:, columns or slice(None)]
+            rows = mapping.native_rows(start, stop)
+            index = (
+                slice(rows.start - origin, rows.stop - origin, rows.step)
+                if isinstance(rows, slice)
+                else torch.from_numpy(rows - origin)
+            )
+            target[index] = values.to(target.dtype)
+
+    def _whole(self, stored: SafetensorsEntry) -> torch.Tensor:
+        """Read a small tensor whole."""
+        import torch
+
+        data = os.pread(self._descriptor(stored.file), stored.end - stored.start, stored.start)
+        if len(data) < stored.end - stored.start:
+            raise _cut_short(stored)
+        dtype = getattr(torch, SAFETENSORS_DTYPES[stored.dtype])
+        return torch.frombuffer(bytearray(data), dtype=dtype).view(stored.shape)
+
     def _blocks(
         self, mapping: RowMapping, first: int, last: int, columns: slice | None
     ) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -364,27 +481,37 @@ class HfWeights:
             return
         stored = self._tensors[mapping.hf_name]
         if not mapping.transposed:
-            for start, stop, rows in self._stored_rows(stored, mapping.hf_start + first, mapping.hf_start + last):
+            ends = mapping.hf_start + first, mapping.hf_start + last
+            for start, stop, rows in self._stored_rows(stored, *ends, stacked=mapping.stacked):
                 block = rows if columns is None else rows[:, columns]
                 yield start - mapping.hf_start, stop - mapping.hf_start, block
             return
         import torch
 
-        # Our columns are its rows, and our rows are a range of its columns. All of it is read: such models are small.
+        # Our columns are its rows, and our rows are a range of its columns. All columns are read: such matrices are
+        # small, or those of one expert.
         assert columns is not None
         part = slice(mapping.hf_start + first, mapping.hf_start + last)
-        parts = [rows[:, part].clone() for _, _, rows in self._stored_rows(stored, columns.start, columns.stop)]
+        matrix = mapping.expert * stored.shape[1] if mapping.stacked and mapping.expert is not None else 0
+        ends = matrix + columns.start, matrix + columns.stop
+        stored_rows = self._stored_rows(stored, *ends, stacked=mapping.stacked)
+        parts = [rows[:, part].clone() for _, _, rows in stored_rows]
         if parts:
             yield first, last, torch.cat(parts).T
 
-    def _stored_rows(self, stored: SafetensorsEntry, first: int, last: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Read rows of a stored tensor into a buffer that is reused; mapped pages would count as memory."""
+    def _stored_rows(
+        self, stored: SafetensorsEntry, first: int, last: int, *, stacked: bool = False
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Read rows of a stored tensor into a buffer that is reused; mapped pages would count as memory.
+
+        Rows are those of all matrices of a stack, or elements of all its vectors.
+        """
         import torch
 
         from trainshed.checkpoints.io import read_rows
 
         dtype = getattr(torch, SAFETENSORS_DTYPES[stored.dtype])
-        width = stored.shape[1:]
+        width = stored.shape[2 if stacked else 1 :]
         row_bytes = math.prod(width) * dtype.itemsize
         count = max(1, _BUFFER_BYTES // row_bytes)
         buffers, descriptor = self._buffers, self._descriptor(stored.file)

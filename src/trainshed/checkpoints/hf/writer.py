@@ -70,7 +70,7 @@ class HfWeightsWriter:
         self.config = config
         self._dtype = dtype
         self._companions = dict(companions or {})
-        self._config_json = _config_json(config, dtype, self._companions)
+        self._config_json = config_json(config, dtype, self._companions)
         self._shards = _shards(config, dtype, shard_bytes or SHARD_BYTES)
         self._buffers = BufferPool()
 
@@ -89,13 +89,21 @@ class HfWeightsWriter:
             hashed.write(0, shard.header)
             advance(len(shard.header))
 
+            def starts(parameter: Parameter, expert: int | None) -> Mapping[str, int]:
+                """Return where tensors begin in the file; of a stack of transposed matrices, where that matrix does."""
+                first = mappings[parameter.name][0]
+                if expert is None or not (first.stacked and first.transposed):
+                    return shard.starts
+                matrix_bytes = math.prod(parameter.shape[1:]) * self._dtype.itemsize
+                return {first.hf_name: shard.starts[first.hf_name] + expert * matrix_bytes}
+
             def write_box(parameter: Parameter, first: int, last: int, expert: int | None) -> None:
                 """Write the rows of one box of a native tensor."""
                 transposed = mappings[parameter.name][0].transposed
                 box_mappings = [mapping for mapping in mappings[parameter.name] if mapping.expert == expert]
                 to_blocks = _transposed_blocks if transposed else _plain_blocks
                 with self._box(source, parameter, first, last, expert, transposed=transposed) as box:
-                    for start, block in to_blocks(box, first, box_mappings, shard.starts):
+                    for start, block in to_blocks(box, first, box_mappings, starts(parameter, expert)):
                         with self._contiguous_bytes(block) as data:
                             hashed.write(start, data)
                             advance(len(data))
@@ -112,7 +120,7 @@ class HfWeightsWriter:
     def _boxes(self, parameter: Parameter, mappings: list[RowMapping]) -> Iterator[tuple[int, int, int | None]]:
         """Split a native tensor into boxes, (first row, last row, expert); a transposed one by columns."""
         dim = 1 if parameter.expert else 0
-        split_dim, other_dim = (1, 0) if mappings[0].transposed else (dim, dim + 1)
+        split_dim, other_dim = (dim + 1, dim) if mappings[0].transposed else (dim, dim + 1)
         length = parameter.shape[split_dim]
         dtype = stored_dtype(parameter, self._dtype)
         row_bytes = math.prod(parameter.shape[other_dim : other_dim + 1]) * dtype.itemsize
@@ -131,8 +139,13 @@ class HfWeightsWriter:
         self, source: Weights, parameter: Parameter, first: int, last: int, expert: int | None, *, transposed: bool
     ) -> Iterator[torch.Tensor]:
         if transposed:
-            with source.borrow(parameter, (0, first), (parameter.shape[0], last - first), self._dtype) as box:
-                yield box
+            offset, shape = (0, first), (parameter.shape[-2], last - first)
+            if expert is None:
+                with source.borrow(parameter, offset, shape, self._dtype) as box:
+                    yield box
+            else:
+                with source.borrow(parameter, (expert, *offset), (1, *shape), self._dtype) as box:
+                    yield box[0]
             return
         columns = parameter.shape[2 if parameter.expert else 1 :]
         offset, shape = (first, *(0 for _ in columns)), (last - first, *columns)
@@ -154,37 +167,54 @@ class HfWeightsWriter:
     def finish(self, folder: Path, entries: Sequence[FileEntry]) -> None:
         """Write the index, config.json, generation settings and the tokenizer's files."""
         del entries
-        if len(self._shards) > 1:
-            shards = self._shards.items()
-            total = sum(math.prod(tensor.shape) for shard in self._shards.values() for tensor in shard.tensors)
-            bytes_in_all = sum(_tensor_bytes(tensor, self._dtype) for _, shard in shards for tensor in shard.tensors)
-            index = {
-                "metadata": {"total_parameters": total, "total_size": bytes_in_all},
-                "weight_map": {tensor.name: name for name, shard in shards for tensor in shard.tensors},
-            }
-            _write_json(folder / INDEX, index)
-        _write_json(folder / CONFIG, self._config_json)
-        for name, data in self._companions.items():
-            if name in COMPANION_FILES and name != CONFIG:
-                (folder / name).write_bytes(data)
-        ids = {key: value for key, value in self._config_json.items() if key.endswith("_token_id")}
-        if ids.get("pad_token_id") is None:
-            ids.pop("pad_token_id", None)  # generation pads with the end of a text then
-        if GENERATION_CONFIG not in self._companions and ids:
-            # transformers itself saves this for a model without one.
-            _write_json(folder / GENERATION_CONFIG, {"_from_model_config": True, **ids})
+        sizes = {
+            tensor.name: (name, _tensor_bytes(tensor, self._dtype), math.prod(tensor.shape))
+            for name, shard in self._shards.items()
+            for tensor in shard.tensors
+        }
+        finish_folder(folder, self._config_json, self._companions, sizes)
+
+
+def finish_folder(
+    folder: Path,
+    config: Mapping[str, Any],
+    companions: Mapping[str, bytes],
+    sizes: Mapping[str, tuple[str, int, int]],
+) -> None:
+    """Write what a folder has besides its shards; `sizes` are the file, the bytes and the elements of each tensor."""
+    if len({file for file, _, _ in sizes.values()}) > 1:
+        index = {
+            "metadata": {
+                "total_parameters": sum(elements for _, _, elements in sizes.values()),
+                "total_size": sum(size for _, size, _ in sizes.values()),
+            },
+            "weight_map": {name: file for name, (file, _, _) in sizes.items()},
+        }
+        _write_json(folder / INDEX, index)
+    _write_json(folder / CONFIG, config)
+    for name, data in companions.items():
+        if name in COMPANION_FILES and name != CONFIG:
+            (folder / name).write_bytes(data)
+    ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
+    if ids.get("pad_token_id") is None:
+        ids.pop("pad_token_id", None)  # generation pads with the end of a text then
+    if GENERATION_CONFIG not in companions and ids:
+        # transformers itself saves this for a model without one.
+        _write_json(folder / GENERATION_CONFIG, {"_from_model_config": True, **ids})
+
+
+def shard_names(count: int) -> list[str]:
+    """Return the names of the files of so many shards."""
+    if count == 1:
+        return [WEIGHTS]
+    stem = WEIGHTS.removesuffix(".safetensors")
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def _shards(config: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> dict[str, _Shard]:
     """Return the shards by file name, filled one after the other in our order of tensors."""
     groups = group_by_size(hf_tensors(config), lambda tensor: _tensor_bytes(tensor, dtype), shard_bytes)
-    if len(groups) == 1:
-        return {WEIGHTS: _shard(groups[0], dtype)}
-    stem = WEIGHTS.removesuffix(".safetensors")
-    return {
-        f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors": _shard(group, dtype)
-        for number, group in enumerate(groups, start=1)
-    }
+    return {name: _shard(group, dtype) for name, group in zip(shard_names(len(groups)), groups, strict=True)}
 
 
 def _tensor_bytes(tensor: HfTensor, dtype: torch.dtype) -> int:
@@ -237,11 +267,13 @@ def _transposed_blocks(
         yield starts[name] + first * block.shape[1] * block.itemsize, block
 
 
-def _config_json(config: ModelConfig, dtype: torch.dtype, companions: Mapping[str, bytes]) -> dict[str, Any]:
+def config_json(config: ModelConfig, dtype: torch.dtype, companions: Mapping[str, bytes]) -> dict[str, Any]:
     """Return the source's config.json if it describes the same model, otherwise a new one with the tokenizer's ids."""
     if CONFIG in companions:
         kept = json.loads(companions[CONFIG])
-        if not config_differences(config, read_hf_config(kept, CONFIG)):
+        same_family = kept.get("model_type") == config.family  # otherwise it is that of a model with more parts
+        if same_family and not config_differences(config, read_hf_config(kept, CONFIG)):
+            kept.pop("quantization_config", None)  # what is written is not quantised
             named = [key for key in ("torch_dtype", "dtype") if key in kept] or ["torch_dtype"]
             return kept | dict.fromkeys(named, dtype_name(dtype))
     # Without these keys transformers would use the ids of the family's first models, which are wrong for any other.

@@ -190,3 +190,19 @@ def open_adapted_checkpoint(
     # The run may have stretched the base's positions: its own architecture counts.
     weights = open_with_added_rows(base or spec.base_address, config or adapter.config, spec.added)
     return AdaptedWeights(weights, adapter)
+
+
+def open_adapted_folder(folder: Path, config: ModelConfig | None = None) -> AdaptedWeights:
+    """Open the weights of a LoRA run of another engine: the base that the engine was given, with its adapters in it."""
+    from trainshed.checkpoints.hf.weights import HfWeights
+    from trainshed.checkpoints.lora.peft_adapter import PeftAdapter
+
+    base = prepared_base(str(folder))
+    if base is None:
+        raise InputError(
+            "this is an adapter, and the base it was trained on is not beside it",
+            where=str(folder),
+            hint=f"`trainshed model merge BASE {folder} OUT` merges it into a base that you name",
+        )
+    weights = HfWeights(base, config)
+    return AdaptedWeights(weights, PeftAdapter(folder, weights.config))

@@ -26,7 +26,7 @@ from trainshed.models.parameters import AddedRows
 from trainshed.recipe import Lora
 from trainshed.recipe.validation import validate
 from trainshed.recipe.yaml_io import SourceMap, YamlDocument
-from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE
+from trainshed.run_folder import ENGINE, PREPARED_FILE, RECIPE_FILE
 from trainshed.storage import StoreOptions, open_store, parse
 
 LORA, BASE, ADDED = "lora", "base", "added"
@@ -92,6 +92,8 @@ def prepared_base(address: str, sha256: str | None = None) -> Path | None:
     With `sha256` the files must be those that the run began with.
     """
     run = run_folder_of(address)
+    if run is not None and sha256 is None and (engine_base := run / ENGINE / "base").is_dir():
+        return engine_base.resolve()  # what another engine was given
     if run is None or not (run / PREPARED_FILE).is_file():
         return None
     folder = orjson.loads((run / PREPARED_FILE).read_bytes()).get("base")

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from trainshed.checkpoints.convert.convert import Dtype
 from trainshed.checkpoints.convert.target import ConversionTarget, explain_disk_errors, hash_file
+from trainshed.checkpoints.formats import WeightsFormat
 from trainshed.checkpoints.hf.companion_files import has_tokenizer, read_companions, with_chat_template
 from trainshed.checkpoints.lora.adapter import LoraAdapter, LoraFactors, TokenRows
 from trainshed.checkpoints.lora.native_adapter import NativeAdapter
@@ -33,7 +34,7 @@ from trainshed.checkpoints.native.folder import find_checkpoint
 from trainshed.checkpoints.prove.verdict import TensorProof, Verdict, verdict_of_tensors, write_verdict
 from trainshed.checkpoints.weights import dtype_name
 from trainshed.models.families import HF_FAMILIES
-from trainshed.recipe import Lora
+from trainshed.recipe import Lora, ModelConfig
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore, Manifest, StoreOptions, join, open_store, parse
 from trainshed.storage.manifest import MANIFEST
@@ -66,6 +67,7 @@ def export_adapter(
     tokenizer: str | None = None,
     chat_template: str | None = None,
     end_tokens: Sequence[int] = (),
+    replace: bool = False,
     options: StoreOptions | None = None,
     reporter: Reporter = SILENT,
 ) -> AdapterExport:
@@ -73,15 +75,88 @@ def export_adapter(
 
     `tokenizer` is the folder of the run's tokenizer, `chat_template` the text of the template that conversations were
     written with, where it is not the tokenizer's own, and `end_tokens` what ends an answer by it. A verdict that failed
-    is stored and returned like one that passed: the caller decides.
+    is stored and returned like one that passed: the caller decides. With `replace` a target that holds another export
+    is made anew.
     """
     store, path = open_store(source, options)
     checkpoint = find_checkpoint(store, path, reporter)
     adapter = NativeAdapter(store, checkpoint)
+    if (added := adapter.spec.added) is not None and added.stop > added.base_rows:
+        reporter.note(
+            f"the base has {added.base_rows:,} rows, and these adapters use {added.vocab_size:,}: before PEFT loads "
+            f"them, call model.resize_token_embeddings({added.vocab_size})"
+        )
+    origin = _ExportOrigin(
+        join(store.url, checkpoint.path),
+        checkpoint.manifest.sha256,
+        adapter,
+        adapter.spec.lora,
+        adapter.spec.base_address,
+        _companions(source, "native", tokenizer, options),
+    )
+    return _export(origin, target, dtype, tokenizer, chat_template, end_tokens, replace, options, reporter)
+
+
+def export_peft_folder(
+    source: Path,
+    target: str,
+    lora: Lora,
+    config: ModelConfig,
+    *,
+    base: str | None,
+    dtype: Dtype | None = None,
+    tokenizer: str | None = None,
+    chat_template: str | None = None,
+    end_tokens: Sequence[int] = (),
+    replace: bool = False,
+    options: StoreOptions | None = None,
+    reporter: Reporter = SILENT,
+) -> AdapterExport:
+    """Write adapters that another engine has saved as PEFT does once more, complete and proven.
+
+    Its config may lack what PEFT and servers look for (torchtune's names no base). `config` is the architecture of the
+    base, the rest is as for `export_adapter`.
+    """
+    adapter = PeftAdapter(source, config)
+    if (adapter.rank, adapter.settings.alpha) != (lora.rank, lora.alpha):
+        raise adapter.error(
+            f"rank and alpha are {adapter.rank} and {adapter.settings.alpha:g}, and the recipe has {lora.rank} and "
+            f"{lora.alpha:g}",
+            "export it with the recipe that it was trained by",
+        )
+    companions = _companions(str(source), "hf", tokenizer, options)
+    origin = _ExportOrigin(str(source), adapter.version, adapter, lora, base, companions)
+    return _export(origin, target, dtype, tokenizer, chat_template, end_tokens, replace, options, reporter)
+
+
+@dataclass(frozen=True)
+class _ExportOrigin:
+    """What is exported: where it is, its version, the adapters, how they were trained, on what, with which words."""
+
+    address: str
+    version: str
+    adapter: LoraAdapter
+    lora: Lora
+    base: str | None
+    companions: dict[str, bytes]
+
+
+def _export(
+    origin: _ExportOrigin,
+    target: str,
+    dtype: Dtype | None,
+    tokenizer: str | None,
+    chat_template: str | None,
+    end_tokens: Sequence[int],
+    replace: bool,
+    options: StoreOptions | None,
+    reporter: Reporter,
+) -> AdapterExport:
+    adapter = origin.adapter
     place = ConversionTarget(target, None, options)
     spec: dict[str, Any] = {
-        "from": join(store.url, checkpoint.path),
-        "checkpoint": checkpoint.manifest.sha256,
+        "from": origin.address,
+        "checkpoint": origin.version,
         "to": "peft",
         "dtype": dtype_name(_DTYPES[dtype] if dtype else torch.float32),
         "tokenizer": tokenizer,
@@ -90,25 +165,24 @@ def export_adapter(
     if end_tokens:
         spec["end_tokens"] = list(end_tokens)
     earlier = place.manifest()
+    if earlier is not None and replace and (earlier.kind != KIND or dict(earlier.spec) != spec):
+        reporter.note(f"{target} holds what this run exported before: it is made anew")
+        place.clear()
+        earlier = None
     if earlier is not None:
         if earlier.kind != KIND or dict(earlier.spec) != spec:
             raise place.occupied_error(f"the export of {earlier.spec.get('from', 'something else')}")
         reporter.note("this export is done already")
         return _result(spec["from"], target, adapter, earlier, place.verdict())
     written = _CastAdapter(adapter, _DTYPES[dtype] if dtype else torch.float32)
-    companions = with_chat_template(_companions(source, tokenizer, options), chat_template, end_tokens)
+    companions = with_chat_template(origin.companions, chat_template, end_tokens)
     if not has_tokenizer(companions):
         reporter.warn("the export has no tokenizer: the run brings none")
-    if (added := adapter.spec.added) is not None and added.stop > added.base_rows:
-        reporter.note(
-            f"the base has {added.base_rows:,} rows, and these adapters use {added.vocab_size:,}: before PEFT loads "
-            f"them, call model.resize_token_embeddings({added.vocab_size})"
-        )
     with place.folder.locked():
         place.folder.start(spec)
         folder = place.folder.target
         with explain_disk_errors(folder):
-            write_peft_folder(folder, written, adapter.spec.lora, base=adapter.spec.base_address, reporter=reporter)
+            write_peft_folder(folder, written, origin.lora, base=origin.base, reporter=reporter)
             for name, data in companions.items():
                 LocalStore(folder).put(name, data)
         verdict = _prove(written, PeftAdapter(folder, adapter.config), spec["dtype"])
@@ -124,9 +198,11 @@ def _result(source: str, target: str, adapter: LoraAdapter, manifest: Manifest, 
     return AdapterExport(source, target, adapter.rank, len(adapter.changed_tensors), manifest.total_bytes, verdict)
 
 
-def _companions(source: str, tokenizer: str | None, options: StoreOptions | None) -> dict[str, bytes]:
+def _companions(
+    source: str, format: WeightsFormat, tokenizer: str | None, options: StoreOptions | None
+) -> dict[str, bytes]:
     """Return the files of the tokenizer; the config of a whole model has no place beside an adapter."""
-    companions = read_companions(source, "native", tokenizer=tokenizer, options=options)
+    companions = read_companions(source, format, tokenizer=tokenizer, options=options)
     companions.pop("config.json", None)
     return companions
 

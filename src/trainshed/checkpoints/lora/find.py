@@ -106,8 +106,11 @@ def adapter_base(
         spec = AdapterSpec.read(checkpoint.manifest.spec, where)
         prepared, named = prepared_base(where, spec.base_sha256), spec.base_address
     else:
-        folder = local_adapter(address, downloads, options, reporter)
-        prepared, named = prepared_base(address), _named_base(LoraAdapterConfig.read(folder), folder)
+        folder, prepared = local_adapter(address, downloads, options, reporter), prepared_base(address)
+        if prepared is not None and LoraAdapterConfig.read(folder).base is None:  # torchtune's do not say it
+            reporter.note(f"the base of the adapter is that of its run, {prepared}")
+            return str(prepared)
+        named = _named_base(LoraAdapterConfig.read(folder), folder)
     base = named if prepared is None else str(prepared)
     reporter.note(f"the adapter says that its base is {named}" + (f", found at {base}" if base != named else ""))
     return base

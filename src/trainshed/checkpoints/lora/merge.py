@@ -19,12 +19,13 @@ from safetensors import safe_open
 from trainshed.checkpoints.base import HF_EXCLUDE, HF_INCLUDE, KIND
 from trainshed.checkpoints.convert.target import ConversionFolder, hash_file
 from trainshed.checkpoints.formats import detect_format
-from trainshed.checkpoints.hf.weights import SAFETENSORS_DTYPES, HfWeights, SafetensorsEntry
+from trainshed.checkpoints.hf.safetensors_header import SafetensorsEntry
+from trainshed.checkpoints.hf.weights import SAFETENSORS_DTYPES, HfWeights
 from trainshed.checkpoints.lora.adapted_weights import AdaptedWeights, refuse_another_base
 from trainshed.checkpoints.lora.adapter import LoraAdapter
 from trainshed.checkpoints.lora.find import open_adapter, with_rows_of
 from trainshed.checkpoints.prove.verdict import VERDICT, Verdict, prove, write_verdict
-from trainshed.checkpoints.weights import OutputFile
+from trainshed.checkpoints.weights import OutputFile, join_names
 from trainshed.errors import InputError
 from trainshed.reporting import SILENT, ProgressTask, Reporter
 from trainshed.storage import FileEntry, LocalStore, Manifest
@@ -80,6 +81,12 @@ def merge_adapter(
             )
         added = open_adapter(str(adapter), weights.config, reporter=reporter)
         refuse_another_base(added, weights)
+        if unknown := sorted(added.changed_tensors - weights.entries.keys()):
+            raise InputError(
+                f"Hugging Face's {weights.config.family} has no tensor of its own for {join_names(unknown)}",
+                where=str(adapter),
+                hint="write `export: {merge: true}` in the recipe, or `trainshed model convert RUN FOLDER --to hf`",
+            )
         shards = _shards_by_file(weights)
         folder.start(_fingerprint(base, added, shards))
         entries = _write_shards(folder, shards, weights, added, reporter)

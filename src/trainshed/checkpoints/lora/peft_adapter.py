@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from trainshed.checkpoints.hf.weights import read_safetensors_header
+from trainshed.checkpoints.hf.safetensors_header import read_safetensors_header
 from trainshed.checkpoints.lora.adapter import LoraAdapter, LoraFactors, TokenRows
 from trainshed.checkpoints.lora.peft_config import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS, LoraAdapterConfig
 from trainshed.errors import NotFound
@@ -201,6 +201,11 @@ class PeftAdapter(LoraAdapter):
     ) -> Iterator[tuple[str, _StoredFactors]]:
         """Yield the tensors of all experts that one pair of factors changes."""
         assert self.config.moe is not None, "only models with experts have them"
+        if HF_FAMILIES[self.config.family].names.stacked:
+            raise self.error(
+                f"`{module}` is adapted, and PEFT's factors of {self.config.family}'s experts are not read",
+                "merge it with PEFT itself (merge_and_unload)",
+            )
         nested = f"{ADAPTER_PREFIX}{module}.base_layer.lora_A.weight" in self._stored
         named = {name.rsplit(".", 1)[-1] for name in self.settings.target_parameters}
         parameter = self._expert_parameter(module, down=not inner and (nested or named == {"down_proj"}))

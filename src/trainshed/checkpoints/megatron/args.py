@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from trainshed.errors import InputError
 from trainshed.models.megatron_tensors import ExpertNaming, LayerSpec
 from trainshed.recipe import ModelConfig
-from trainshed.recipe.model import FIXED_BY_FAMILY, Moe
+from trainshed.recipe.model import FIXED_BY_FAMILY
+from trainshed.recipe.model_parts import Moe
 from trainshed.recipe.validation import validate
 from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 
@@ -111,7 +112,7 @@ def architecture_args(config: ModelConfig) -> dict[str, Any]:
         "rotary_interleaved": False,
         "rotary_seq_len_interpolation_factor": int(scaling.factor) if scaling and not llama3 else None,
         "use_rope_scaling": llama3,
-        "rope_scaling_factor": scaling.factor if scaling and llama3 else 8.0,
+        "rope_scaling_factor": LLAMA3_ROPE_SCALING["factor"],
         "window_size": (config.sliding_window - 1, 0) if config.sliding_window else None,
         "normalization": "RMSNorm" if config.norm == "rms" else "LayerNorm",
         "layernorm_epsilon": config.norm_eps,
@@ -208,6 +209,20 @@ def read_args(namespace: Namespace, where: str, vocab_size: int | None = None) -
     return validate(ModelConfig, YamlDocument(config, SourceMap(where, keys={})))
 
 
+def computed_args(args: Namespace) -> Namespace:
+    """Return the arguments of Megatron-LM's program as it computes with them: it takes some of rope and ignores them.
+
+    Checkpoints that Trainshed wrote keep theirs, which belong to their weights.
+    """
+    if hasattr(args, FAMILY_ARG):
+        return args
+    computed = Namespace(**vars(args))
+    computed.rope_scaling_factor = LLAMA3_ROPE_SCALING["factor"]
+    if not hasattr(args, _SINCE_LINEAR_ROPE):
+        computed.rotary_seq_len_interpolation_factor = None
+    return computed
+
+
 class _ArgsReader:
     """Arguments by name; a missing one is an error that names the checkpoint."""
 
@@ -243,7 +258,7 @@ def _rope_scaling(arg: _ArgsReader) -> dict[str, Any] | None:
     if arg("use_rope_scaling", False):
         if factor is not None:
             raise arg.error("its positions are scaled twice", "only one kind of scaling is read")
-        return {"kind": "llama3", "factor": float(arg("rope_scaling_factor", 8.0)), **LLAMA3_ROPE_SCALING}
+        return {"kind": "llama3", **LLAMA3_ROPE_SCALING, "factor": float(arg("rope_scaling_factor", 8.0))}
     return None if factor is None else {"kind": "linear", "factor": float(factor)}
 
 
@@ -288,8 +303,13 @@ def _positive(args: Namespace, name: str) -> int:
     return getattr(args, name, None) or 1
 
 
-# `--use-rope-scaling` has only the factor; RotaryEmbedding._apply_scaling (rotary_pos_embedding.py) fixes the rest.
+# pretrain_gpt.py reads --rotary-seq-len-interpolation-factor from 0.19 on, which has this argument too, and older ones
+# have not.
+_SINCE_LINEAR_ROPE = "step_batch_size_schedule"
+# What `--use-rope-scaling` means: RotaryEmbedding._apply_scaling (rotary_pos_embedding.py) has only the factor as a
+# variable, and pretrain_gpt.py of every version (0.12 to d98e8a64dd) does not hand `--rope-scaling-factor` to it.
 LLAMA3_ROPE_SCALING: dict[str, Any] = {
+    "factor": 8.0,
     "low_frequency_factor": 1.0,
     "high_frequency_factor": 4.0,
     "original_positions": 8192,
@@ -341,6 +361,12 @@ def parts_without_argument(config: ModelConfig) -> list[str]:
         f"query_scalar: {config.query_scalar}": config.query_scalar is not None,
         f"attention_soft_cap: {config.attention_soft_cap}": config.attention_soft_cap is not None,
         f"logit_soft_cap: {config.logit_soft_cap}": config.logit_soft_cap is not None,
+        "attention_sinks: true": config.attention_sinks,
+        f"attention_chunk: {config.attention_chunk}": config.attention_chunk is not None,
+        "attention_temperature": config.attention_temperature is not None,
+        "qk_l2_norm: true": config.qk_l2_norm,
+        "rope.local_only: true": rope is not None and rope.local_only,
+        "rope.interleaved: true": rope is not None and rope.interleaved,
         "attention_pattern": config.attention_pattern is not None,
         "rope.local_base": rope is not None and rope.local_base is not None,
         f"rope.scaling.kind: {kind}": kind == "yarn",
@@ -394,7 +420,7 @@ def unwritten_parts(config: ModelConfig) -> list[str]:
         parts.append("`rope.scaling.kind: yarn`")
     if config.moe is not None:
         usual = Moe(experts=1, top_k=1, ffn=1)
-        keys = ("scores", "score_bias", "groups", "scale", "dense_first")
+        keys = ("scores", "score_bias", "groups", "scale", "dense_first", "router_bias", "every", "scale_inputs")
         changed = [key for key in keys if getattr(config.moe, key) != getattr(usual, key)]
         parts += [f"`moe.{key}: {str(getattr(config.moe, key)).lower()}`" for key in changed]
     return parts

@@ -13,6 +13,7 @@ Writing: the pickle is written first, with the place of every tensor's bytes; th
 from __future__ import annotations
 
 import math
+import os
 import re
 from argparse import Namespace
 from collections import OrderedDict
@@ -25,7 +26,14 @@ from typing import Any
 import torch
 
 from trainshed.checkpoints.io import HashedFile, run_in_threads
-from trainshed.checkpoints.megatron.args import MegatronLayout, has_zero_centered_norms, read_args, read_layout, to_args
+from trainshed.checkpoints.megatron.args import (
+    MegatronLayout,
+    computed_args,
+    has_zero_centered_norms,
+    read_args,
+    read_layout,
+    to_args,
+)
 from trainshed.checkpoints.megatron.iterations import LATEST_ITERATION, RELEASE, iteration_folder
 from trainshed.checkpoints.megatron.weights import (
     READ_DTYPES,
@@ -69,6 +77,7 @@ from trainshed.recipe import ModelConfig
 from trainshed.storage import FileEntry
 
 RANK_FILE = "model_optim_rng.pt"
+_COMPARED_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -150,12 +159,36 @@ class MegatronLegacyWeights(MegatronWeights):
         first = read_torch_save(self.folder / names[0] / RANK_FILE)
         args = _args_of(first)
         self.args, self.layout = args, read_layout(args)
-        config = config or read_args(args, where, vocab_size)
+        config = config or read_args(computed_args(args), where, vocab_size)
         files = self._open(names, first)
         matcher = _TensorMatcher(config, self.layout, files)
         matcher.match(where)
         self.padded_vocab_size = matcher.padded_vocab_size
         super().__init__(config, matcher.regions, list(matcher.dtypes), has_zero_centered_norms(args))
+        self._replicas = matcher.replicas
+
+    def _fill_box(self, box: torch.Tensor, parameter: Parameter, offset: Sequence[int], shape: Sequence[int]) -> None:
+        with self._lock:
+            replicas = self._replicas.pop(parameter.name, ())
+        for first, other in replicas:
+            self._compare(parameter.name, first, other)
+        super()._fill_box(box, parameter, offset, shape)
+
+    def _compare(self, name: str, first: StoredMatrix, other: StoredMatrix) -> None:
+        """Raise where two ranks do not hold the same bytes of a tensor that all of them have whole."""
+        length = first.rows * first.columns * DTYPE_BYTES[first.dtype]
+        for start in range(0, length, _COMPARED_BYTES):
+            count = min(_COMPARED_BYTES, length - start)
+            one, two = (
+                os.pread(self._descriptor(matrix.file), count, matrix.start + start) for matrix in (first, other)
+            )
+            if first.dtype != other.dtype or one != two:
+                ranks = " and ".join(matrix.file.parent.name for matrix in (first, other))
+                raise CorruptData(
+                    f"`{name}` is not the same in {ranks}, and all ranks have it: which is right is not known",
+                    where=str(self.folder),
+                    hint="ranks computed different models, or files of two runs are mixed: take an earlier checkpoint",
+                )
 
     def _open(self, folders: list[str], first: TorchSaveFile) -> dict[LegacyRank, TorchSaveFile]:
         wanted = {rank_folder_name(rank, self.layout): rank for rank in legacy_ranks(self.layout)}
@@ -185,7 +218,9 @@ class _TensorMatcher:
     regions: dict[FullTensor, list[StoredRegion]] = field(default_factory=dict)
     dtypes: set[str] = field(default_factory=set)
     padded_vocab_size: int = 0
-    _seen: set[tuple[str, int | None, int]] = field(default_factory=set)
+    replicas: dict[str, list[tuple[StoredMatrix, StoredMatrix]]] = field(default_factory=dict)
+    """By parameter, what several ranks hold alike: the one that is read, and another."""
+    _seen: dict[tuple[str, int | None, int], StoredMatrix] = field(default_factory=dict)
 
     def match(self, where: str) -> None:
         """Find every tensor in every file, or raise: missing, left over, or of another shape or dtype."""
@@ -257,8 +292,19 @@ class _TensorMatcher:
             full = next(whole_tensors(self.config, parameter, max(padded, self.config.vocab_size)))
             shard = shard_tensor(full, name, self.layout.tp, rank.tp)
             self._add_tensor(shard, file, stored[name], wrong, rank.tp if parameter.tp_dim is not None else 0)
+        if self.config.tied_embeddings and number == last and HEAD_NAME in stored:
+            self._add_tied_head(rank, file, stored[HEAD_NAME], outside, wrong)
         extra = sorted(name for name in stored if name not in read and not _NOT_WEIGHTS.search(name))
         refuse_mismatches(missing, extra, wrong, str(file.path))
+
+    def _add_tied_head(
+        self, rank: LegacyRank, file: TorchSaveFile, tensor: Any, outside: list[Parameter], wrong: list[str]
+    ) -> None:
+        """Keep the last stage's copy of a tied embedding to be compared with the first stage's."""
+        embedding = next(parameter for parameter in outside if parameter.name == "embedding.weight")
+        padded = max(_row_count(tensor) * self.layout.tp, self.config.vocab_size)
+        full = next(whole_tensors(self.config, embedding, padded))
+        self._add_tensor(shard_tensor(full, HEAD_NAME, self.layout.tp, rank.tp), file, tensor, wrong, rank.tp)
 
     def _match_experts(
         self,
@@ -314,11 +360,12 @@ class _TensorMatcher:
             self._add_region(shard, replace(matrix, start=start), rank, transposed=True)
 
     def _add_region(self, shard: MegatronTensor, matrix: StoredMatrix, rank: int, *, transposed: bool = False) -> None:
-        """Add the region of a rank's shard once; replicas on other ranks hold the same."""
+        """Add the region of a rank's shard once; what other ranks have of it is kept to be compared."""
         full: FullTensor = shard.parameter.name, shard.expert
-        if (*full, rank) in self._seen:
+        first_seen = self._seen.setdefault((*full, rank), matrix)
+        if first_seen is not matrix:
+            self.replicas.setdefault(shard.parameter.name, []).append((first_seen, matrix))
             return
-        self._seen.add((*full, rank))
         self.dtypes.add(matrix.dtype)
         first, count = shard.rows[0], shard.rows[1] - shard.rows[0]
         column = shard.columns[0] if shard.columns else 0

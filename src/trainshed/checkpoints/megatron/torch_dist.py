@@ -26,7 +26,13 @@ from typing import Any
 import torch
 
 from trainshed.checkpoints.io import HashedFile, run_in_threads
-from trainshed.checkpoints.megatron.args import MegatronLayout, has_zero_centered_norms, read_args, to_args
+from trainshed.checkpoints.megatron.args import (
+    MegatronLayout,
+    computed_args,
+    has_zero_centered_norms,
+    read_args,
+    to_args,
+)
 from trainshed.checkpoints.megatron.iterations import LATEST_ITERATION, RELEASE, iteration_folder
 from trainshed.checkpoints.megatron.weights import (
     READ_DTYPES,
@@ -117,7 +123,7 @@ class MegatronDistWeights(MegatronWeights):
         if config is None and args is None:
             raise InputError("its common state has no `args`", where=where, hint="give the architecture with it")
         self.args = args
-        config = config or read_args(args or Namespace(), where, vocab_size)
+        config = config or read_args(computed_args(args or Namespace()), where, vocab_size)
         self.layout = MegatronLayout()
         regions = _match_tensors(config, entries, where)
         self.padded_vocab_size = entries[EMBEDDING_NAME].shape[0]

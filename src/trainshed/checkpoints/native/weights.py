@@ -48,7 +48,7 @@ from trainshed.checkpoints.weights import (
     stored_dtype,
 )
 from trainshed.errors import InputError
-from trainshed.models.parameters import Parameter, parameters
+from trainshed.models.parameters import Parameter, is_unused_mtp, parameters
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import FileEntry, Hasher, LocalStore, Store, checksum_of, join
@@ -212,6 +212,9 @@ def _match_tensors(
     if not names and prefix == EMA_PREFIX:
         raise InputError("the checkpoint holds no averaged weights", where=where, hint="train with `train.ema`")
     tensors = {name.removeprefix(prefix): stored[name] for name in names}
+    # Whoever needs fewer layers for multi-token prediction leaves the others out.
+    unused = {name.partition(".mtp.")[0] for name in tensors if ".mtp." in name and is_unused_mtp(config, name)}
+    tensors = {name: tensor for name, tensor in tensors.items() if ".".join(name.split(".")[:2]) not in unused}
     for parameter in wanted.values():
         # No average is made of a buffer, which no optimizer moves.
         if parameter.buffer and f"{MODEL_PREFIX}{parameter.name}" in stored:

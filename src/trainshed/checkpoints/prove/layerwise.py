@@ -12,7 +12,9 @@ Shapes: S tokens, B sequences, H hidden, V vocabulary; the decoder works S-first
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -22,12 +24,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainshed.checkpoints.hf.weights import SAFETENSORS_DTYPES, HfWeights
+from trainshed.checkpoints.hf.weights import (
+    SAFETENSORS_DTYPES,
+    Float8Entry,
+    HfWeights,
+    Mxfp4Entry,
+    SafetensorsEntry,
+)
 from trainshed.checkpoints.prove.compare import boxes
 from trainshed.checkpoints.prove.probe import PROBE_TOKENS, LossProbe, probe_batch
 from trainshed.checkpoints.weights import Weights, stored_dtype
 from trainshed.errors import CorruptData, InputError
-from trainshed.models.attention import rotary_table
+from trainshed.models.attention import PositionTable, query_scales, rotary_table
 from trainshed.models.collectives import ParallelAxes
 from trainshed.models.decoder import DecoderLayer, Regularization, cap_logits, scale_embedding
 from trainshed.models.families import HF_FAMILIES
@@ -92,9 +100,10 @@ def layer_states(
     yield LayerState(LOGITS, cap_logits(reader.logits(head, x), config).transpose(0, 1))
 
 
-def _rotary(config: ModelConfig, layer: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    if config.positions != "rope":
-        return None
+def _rotary(config: ModelConfig, layer: int, positions: torch.Tensor) -> PositionTable:
+    if not config.has_rope(layer):
+        scales = query_scales(config, positions)
+        return None if scales is None else scales[:, None, None, None]
     cosine, sine = rotary_table(config, positions, local=config.has_local_rope(layer))
     return cosine[:, None, None], sine[:, None, None]
 
@@ -188,6 +197,9 @@ class TransformersOracle:
             module.register_forward_hook(_emptying_hook(dict(_stored_tensors(module))))
             if self._is_layer(name):
                 module.register_forward_hook(lambda *_: advance(1))
+            if isinstance(module, nn.Embedding):
+                # Llama 4 moves tokens to where its embedding is, before it calls it.
+                self._fill_hook(name)(module, None)
         out = self._model(tokens, output_hidden_states=True, use_cache=False)
         # transformers returns the stream after the embedding and each layer, the last one normed.
         names = ["embedding", *(f"layer {layer}" for layer in range(len(out.hidden_states) - 1))]
@@ -226,8 +238,12 @@ class TransformersOracle:
     def _source(self, name: str) -> ParameterSource | None:
         """Return how to read a parameter: by its own name, by the tied one's, or stacked from the experts'."""
         config, names = self._weights.config, HF_FAMILIES[self._weights.config.family].names
-        if name in self._weights.entries:
-            return lambda: self._read(name)
+        if isinstance(entry := self._weights.entries.get(name), Mxfp4Entry):
+            return lambda: _dequantized(entry)
+        if isinstance(entry, Float8Entry):
+            return lambda: _read_float8(entry)
+        if entry is not None:
+            return lambda: _read_entry(entry)
         if name == "lm_head.weight" and config.tied_embeddings:
             return lambda: self._read(names.tensors["embedding"][0] + ".weight")
         if config.moe is None or ".mlp." not in name:
@@ -251,14 +267,37 @@ class TransformersOracle:
         return stacked
 
     def _read(self, name: str) -> torch.Tensor:
-        """Read one tensor of the files; mapped pages would count as memory."""
-        stored = self._weights.entries[name]
-        data = bytearray(stored.end - stored.start)
-        with stored.file.open("rb") as file:
-            file.seek(stored.start)
-            if file.readinto(data) != len(data):
-                raise CorruptData(f"ends before `{stored.name}` does", where=str(stored.file), hint="fetch it again")
-        return torch.frombuffer(data, dtype=getattr(torch, SAFETENSORS_DTYPES[stored.dtype])).view(stored.shape)
+        """Read one tensor of the files by its name."""
+        return _read_entry(self._weights.entries[name])
+
+
+def _read_entry(stored: SafetensorsEntry) -> torch.Tensor:
+    """Read one tensor of the files; mapped pages would count as memory."""
+    dtype = getattr(torch, SAFETENSORS_DTYPES[stored.dtype])
+    return torch.frombuffer(_read_bytes(stored), dtype=dtype).view(stored.shape)
+
+
+def _read_bytes(stored: SafetensorsEntry) -> bytearray:
+    data = bytearray(stored.end - stored.start)
+    with stored.file.open("rb") as file:
+        file.seek(stored.start)
+        if file.readinto(data) != len(data):
+            raise CorruptData(f"ends before `{stored.name}` does", where=str(stored.file), hint="fetch it again")
+    return data
+
+
+def _dequantized(stored: Mxfp4Entry) -> torch.Tensor:
+    """Let transformers turn 4 bits into bfloat16: its own answer, as all else of the oracle."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    scales = torch.frombuffer(_read_bytes(stored.scales), dtype=torch.uint8).view(stored.scales.shape)
+    blocks = torch.frombuffer(_read_bytes(stored), dtype=torch.uint8).view(*scales.shape, -1)
+    return convert_moe_packed_tensors(blocks, scales)
+
+
+def _read_float8(stored: Float8Entry) -> torch.Tensor:
+    values = torch.frombuffer(_read_bytes(stored), dtype=torch.float8_e4m3fn).view(stored.shape)
+    return values.float() * _read_entry(stored.scales).float()
 
 
 def transformers_name() -> str | None:
@@ -282,11 +321,13 @@ def is_transformers_family(family: str) -> bool:
 
 def _build_meta_model(weights: HfWeights) -> nn.Module:
     """Build the model with its parameters on the meta device and its buffers (rotary frequencies) in memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    with _quiet_imports():
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(weights.folder, local_files_only=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        # Of a model that sees pictures too, the part that reads text.
+        config = AutoConfig.from_pretrained(weights.folder, local_files_only=True).get_text_config()
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     for name, module in list(model.named_modules()):
         if name.endswith("rotary_emb"):
             parent = model.get_submodule(name.rpartition(".")[0])
@@ -294,6 +335,24 @@ def _build_meta_model(weights: HfWeights) -> nn.Module:
         if hasattr(module, "scalar_embed_scale"):  # Gemma's embedding
             module.embed_scale = torch.tensor(module.scalar_embed_scale)
     return model
+
+
+_LOUD_IMPORTS = ("torchao", "torch.utils._pytree")
+"""Loggers that warn when transformers finds torchao: of kernels for other GPUs, and of what is deprecated in it."""
+
+
+@contextmanager
+def _quiet_imports() -> Iterator[None]:
+    """Keep warnings about packages that the proof does not use from whoever reads it."""
+    loggers = [logging.getLogger(name) for name in _LOUD_IMPORTS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

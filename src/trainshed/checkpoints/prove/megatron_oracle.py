@@ -101,6 +101,8 @@ class MegatronOracle:
             reply = self._read_line()
             self.refusal, version = reply.get("refusal"), reply.get("version")
             self.name += f" {version}"
+            if getattr(self._weights.args, "rotary_seq_len_interpolation_factor", None) is not None:
+                self.name += ", with linear rope scaling, which pretrain_gpt.py reads from 0.19 on"
             if self._weights.layout != MegatronLayout():
                 self.name += ", the shares of its ranks put together by our reader"
         except TrainshedError as error:

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainshed.checkpoints.io import bytes_of
+from trainshed.checkpoints.megatron.args import LLAMA3_ROPE_SCALING
 from trainshed.checkpoints.megatron.legacy import MegatronLegacyWeights
 from trainshed.checkpoints.megatron.torch_dist import MegatronDistWeights
 from trainshed.checkpoints.megatron.weights import borrow_rows
@@ -158,7 +159,8 @@ def build_meta_model(args: Namespace, vocab_size: int) -> nn.Module:
             rotary_percent=arguments.get("rotary_percent", 1.0),
             rotary_base=arguments.get("rotary_base", 10000),
             rope_scaling=bool(arguments.get("use_rope_scaling", False)),
-            rope_scaling_factor=arguments.get("rope_scaling_factor", 8.0),
+            # As gpt_builder: --rope-scaling-factor does not get here, and the verdict is about what training computes.
+            rope_scaling_factor=LLAMA3_ROPE_SCALING["factor"],
             seq_len_interpolation_factor=arguments.get("rotary_seq_len_interpolation_factor"),
         ).eval()
 

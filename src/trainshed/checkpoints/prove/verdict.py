@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from trainshed.checkpoints.prove.compare import WeightsComparison
     from trainshed.checkpoints.prove.logits import LogitsComparison, LogitsNotRun
+    from trainshed.checkpoints.quantization import WeightQuantization
 
 
 SCHEMA = "trainshed.verdict/1"
@@ -56,10 +57,14 @@ class Verdict:
     logits: Mapping[str, Any]
     probe: LossProbe | None
     versions: Mapping[str, str]
+    quantization: Mapping[str, Any] | None = None
+    """Of weights in 8 bits: the scheme, its bound, the worst value as a share of it, and what it does to the logits."""
 
     def to_bytes(self) -> bytes:
         """The verdict as it is stored; the same proof gives the same bytes."""
         body = {"schema": SCHEMA, **asdict(self)}
+        if self.quantization is None:
+            del body["quantization"]
         return json.dumps(body, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
     @classmethod
@@ -87,6 +92,13 @@ class Verdict:
         lines.append(f"logits   {describe_logits(self.logits)}")
         if self.probe is not None:
             lines.append(f"probe    loss {self.probe.loss:.6f}")
+        if (quantization := self.quantization) is not None:
+            cosine = quantization["logits_cosine"]
+            lines.append(
+                f"8 bits   {quantization['scheme']}: the worst value is off by {quantization['largest_error']:.0%} of "
+                f"the bound ({quantization['bound']})"
+                + ("" if cosine is None else f"; logits of the unquantised weights: cosine {cosine:.6f}")
+            )
         return lines
 
 
@@ -119,6 +131,39 @@ def prove(
     loss = probe_loss(logits_result.logits, vocab_size)
     probe = to_probe(loss, vocab_size) if loss - loss == 0 else None  # no probe where the loss is NaN or infinite
     return _verdict(comparison, logits_result.comparison, probe, cast)
+
+
+def prove_quantized(
+    source: Weights,
+    target: Weights,
+    scheme: WeightQuantization,
+    *,
+    logits: bool = True,
+    workers: int = 4,
+    reporter: Reporter = SILENT,
+) -> Verdict:
+    """Compare a target in 8 bits with what its source is after the same rounding, and the rounding with its bound."""
+    from trainshed.checkpoints.prove.logits import LogitsNotRun, PromptBatch, compare_logits
+    from trainshed.checkpoints.quantization import RoundedWeights
+
+    rounded = RoundedWeights(source, scheme)
+    verdict = prove(rounded, target, logits=logits, workers=workers, reporter=reporter)
+    cosine = None
+    if logits and verdict.logits["ran"]:
+        compared = compare_logits(source, target, PromptBatch.probe(target.config.vocab_size), reporter=reporter)
+        cosine = None if isinstance(compared, LogitsNotRun) else compared.comparison.cosine
+    quantization = {
+        "scheme": scheme.name,
+        "bound": scheme.bound_text,
+        "largest_error": rounded.largest_share,
+        "logits_cosine": cosine,
+    }
+    tensors, passed = replace(verdict.tensors, dtype=scheme.name), verdict.passed
+    if not rounded.largest_share <= 1:
+        passed = False
+        first = f"a value is off by {rounded.largest_share:.3g} times the bound of {scheme.name}"
+        tensors = replace(tensors, first_difference=tensors.first_difference or first)
+    return replace(verdict, passed=passed, tensors=tensors, quantization=quantization)
 
 
 def verdict_of_tensors(tensors: TensorProof, why_no_logits: str) -> Verdict:

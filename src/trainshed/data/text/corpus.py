@@ -6,6 +6,7 @@ A corpus may also be written by a user's own program, which is run once as `SCRI
 from __future__ import annotations
 
 import heapq
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from trainshed.data.text.formats import DocumentBoundary, detect_format
 from trainshed.data.text.reader import InputReader, InputSlice, max_splits, split_input
 from trainshed.data.text.splits import SplitTerm, parse_split, pick_files, split_of
-from trainshed.errors import AddressError, InputError, NotFound, TrainshedError
+from trainshed.errors import AddressError, InputError, NoSpace, NotFound, TrainshedError
 from trainshed.storage import expand, open_store, parse, sha256_of
 from trainshed.storage.listing import has_pattern, literal_folder
 
@@ -39,6 +40,7 @@ def find_inputs(
     documents: DocumentBoundary = "file",
     columns: tuple[str, ...] | None = None,
     split: str | None = None,
+    limit: int | None = None,
     count_rows: RowCounter | None = None,
     options: StoreOptions | None = None,
 ) -> list[InputSlice]:
@@ -46,6 +48,7 @@ def find_inputs(
 
     The order of documents in the output is this order, so it must not depend on anything else. `columns` is given where
     documents are rows and not text. `split` keeps a part of the rows; `count_rows` counts those of a file for it.
+    `limit` keeps the first files.
     """
     inputs: list[InputSlice] = []
     terms = parse_split(split) if split is not None else []
@@ -57,6 +60,7 @@ def find_inputs(
     if columns is not None or terms:
         matches = [(pattern, _data_files(pattern, objects, format)) for pattern, objects in matches]
     _refuse_repeated(matches)
+    matches = _first_files(matches, limit)
 
     def slices(objects: Sequence[MatchedObject]) -> list[InputSlice]:
         return [
@@ -91,6 +95,17 @@ def find_inputs(
     if not inputs:
         raise InputError(f"the split `{split}` has no rows", where=patterns[0], hint="write a larger one")
     return inputs
+
+
+def _first_files(matches: Matches, limit: int | None) -> Matches:
+    if limit is None:
+        return matches
+    kept: Matches = []
+    for pattern, objects in matches:
+        left = limit - sum(len(before) for _, before in kept)
+        if left > 0:
+            kept.append((pattern, objects[:left]))
+    return kept
 
 
 def count_file_rows(input_slice: InputSlice, options: StoreOptions | None = None) -> int:
@@ -231,6 +246,8 @@ def _split_inputs(inputs: list[InputSlice], shards: int, options: StoreOptions |
 
 
 SCRIPT_LOG_LINES = 12
+_FULL_BYTES = 64 * 1024
+"""A disk with less room than this is why a script failed that wrote to it."""
 
 
 def script_spec(script: Path, arguments: Sequence[str]) -> dict[str, object]:
@@ -259,6 +276,13 @@ def run_script(script: Path, arguments: Sequence[str], target: Path) -> None:
         raise InputError(
             f"cannot be run: {error.strerror}", where=str(script), hint="make it executable, or write it in Python"
         ) from None
+    if code != 0 and (free := shutil.disk_usage(target).free) < _FULL_BYTES:
+        # Its last words did not fit either.
+        raise NoSpace(
+            f"the script ended with exit code {code}, and its disk is full: {free:,} bytes are free",
+            where=str(target),
+            hint="make room there, or name a store on another disk; the same command goes on",
+        )
     if code != 0:
         lines = log.read_text(errors="replace").splitlines()[-SCRIPT_LOG_LINES:]
         raise TrainshedError(

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import queue
+import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +29,7 @@ from trainshed.data.text.reader import BadLine, extract_documents
 from trainshed.data.tokenize.encoders import EncodedBatch, Encoder, EncoderName, choose_encoder, require_reference_ids
 from trainshed.data.tokenize.tokenizer import Tokenizer
 from trainshed.errors import TrainshedError
+from trainshed.this_machine import usable_cpus
 
 if TYPE_CHECKING:
     from trainshed.data.chat.tokenize import ChatSettings, ConversationTokenizer
@@ -256,7 +259,13 @@ def start_fork_server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # A module that is not installed is passed over. awkward is by far the slowest import of gigatoken.
     context.set_forkserver_preload(["trainshed.data.tokenize.workers", "awkward", "gigatoken", "tokenizers", "jinja2"])
-    multiprocessing.forkserver.ensure_running()
+    multiprocessing.resource_tracker.ensure_running()  # first, as it lets SIGINT through again
+    # A terminal sends Ctrl-C to all of us. We end the workers ourselves; a blocked signal is inherited by them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
 
@@ -376,7 +385,7 @@ BLOCKS_PER_CALL = 4
 def default_workers(inputs: Sequence[InputSlice]) -> int:
     """Return one worker per core that we may use; for a few megabytes one, which is this thread."""
     small = sum(item.read_bytes for item in inputs) < INLINE_BYTES
-    return 1 if small else len(os.sched_getaffinity(0))
+    return 1 if small else usable_cpus()
 
 
 def prestart_workers(workers: int, *, chat: bool = False) -> None:

@@ -11,7 +11,6 @@ In a bucket a shard is one multipart object that is visible only when complete. 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -27,6 +26,7 @@ import orjson
 
 from trainshed.data.tokens.token_files import learned_path
 from trainshed.errors import AccessDenied, Conflict, NoSpace, StorageError
+from trainshed.file_locks import lock_file
 from trainshed.reporting import Reporter
 from trainshed.storage.locks import LockHolder, describe_holder, wait_for_lock
 from trainshed.storage.manifest import FileEntry
@@ -167,7 +167,7 @@ def is_shard_locked(prefix: str) -> bool:
     """Whether another process is writing a shard."""
     try:
         with open(_journal_path(prefix), "rb") as journal:
-            fcntl.flock(journal, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lock_file(journal, shared=True, wait=False)
     except BlockingIOError:
         return True
     except OSError:
@@ -229,7 +229,7 @@ class LocalShardWriter:
     def _lock(self, prefix: str) -> None:
         taken = False
         try:
-            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self._journal, wait=False)
         except BlockingIOError:
             taken = True
         except OSError:

@@ -8,7 +8,6 @@ whole or not at all, however the process ends.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import tempfile
@@ -18,7 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
+from trainshed import file_locks
 from trainshed.errors import AddressError, Conflict, CorruptData, InputError, NoSpace, NotFound, StorageError
+from trainshed.file_locks import OPEN_CLOEXEC, lock_file
 from trainshed.storage import open_store, parse
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class LocalTokenFile:
     def __init__(self, path: str) -> None:
         self._path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = os.open(path, os.O_RDONLY | OPEN_CLOEXEC)
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
@@ -224,13 +225,8 @@ def commit_file(file: BinaryIO, path: Path, *, sync_folder: bool = True) -> None
     file.flush()
     os.fsync(file.fileno())
     _partial_path(path).replace(path)
-    if not sync_folder:
-        return
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    if sync_folder:
+        file_locks.sync_folder(path.parent)
 
 
 @contextmanager
@@ -241,7 +237,7 @@ def partial_file(path: Path) -> Iterator[BinaryIO]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial_path(path)
-    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | OPEN_CLOEXEC, 0o666)
     try:
         with open(descriptor, "r+b") as file:
             _lock_partial(file, path)
@@ -271,7 +267,7 @@ def _partial_path(path: Path) -> Path:
 
 def _lock_partial(file: BinaryIO, path: Path) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(file, wait=False)
         # Its writer may have committed between our open and our lock: we would then truncate the result.
         ours = os.path.samestat(os.fstat(file.fileno()), os.stat(_partial_path(path)))
     except (BlockingIOError, FileNotFoundError):

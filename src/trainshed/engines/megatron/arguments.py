@@ -1,8 +1,9 @@
 """The arguments that Megatron-LM knows, per version, those it has retired, and a command line parsed by them.
 
-Each version's list is `arguments-VERSION.json`, read from its own parsers. An argument is looked up by its option
-(`--lr`) or by the name of what it sets (`lr`; argparse calls it dest). Several options may set one thing:
-`--disable-bias-linear` sets `add_bias_linear` to false.
+`arguments.json` holds those of all versions, read from their own parsers; an argument that not all have says from which
+version (`since`) and up to which (`until`) it is so. An argument is looked up by its option (`--lr`) or by the name of
+what it sets (`lr`; argparse calls it dest). Several options may set one thing: `--disable-bias-linear` sets
+`add_bias_linear` to false. Where versions call one thing by two names, it has the newer one here (`_NEWER_NAMES`).
 
 Sources of the retired ones: `validate_args` and the `*_deprecated` arguments of arguments.py at core_v0.16.1 and
 d98e8a64dd; for those that are gone, the difference of the two lists and older release notes.
@@ -26,9 +27,13 @@ ArgumentKind = Literal["flag", "unflag", "switch", "int", "float", "text", "ints
 pattern: a whole number, or a Python list of 0 and 1 that Megatron evaluates.
 """
 
-KNOWN_VERSIONS = ("0.16.1", "head")
-"""Versions whose arguments are known, oldest first."""
-NEWEST_VERSION = KNOWN_VERSIONS[-1]
+KNOWN_VERSIONS = ("0.12.3", "878d65f", "0.14.0", "0.16.1", "0.19.0", "head")
+"""Versions whose arguments are known, oldest first. 878d65f is a commit on the way to 0.14, which Azure's image has."""
+DEFAULT_VERSION = "0.16.1"
+"""The version of a recipe that names none: a release, and the newest that Python 3.11 can install. Its arguments do not
+change when a newer version becomes known here."""
+# What 0.16 gave other names, by the older one.
+_NEWER_NAMES = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,12 @@ class KnownArguments:
         """Return what `dest` is where no argument sets it."""
         return self._by_dest[dest][0].default
 
+    def accepts(self, dest: str, value: Any) -> bool:
+        """Tell whether a value is one that `dest` may have; arguments without a list of choices take any."""
+        choices = next((argument.choices for argument in self._by_dest[dest] if argument.choices), None)
+        values = value if isinstance(value, tuple | list) else (value,)
+        return value is None or choices is None or all(item in choices for item in values)
+
     def written(self, dest: str, value: Any) -> tuple[str, ...]:
         """Return the words that set `dest` to a value; none where it is None, or a flag as it is anyway."""
         arguments = self._by_dest[dest]
@@ -134,30 +145,51 @@ def _word(value: Any) -> str:
 
 
 @cache
-def known_arguments(version: str = NEWEST_VERSION) -> KnownArguments:
+def known_arguments(version: str) -> KnownArguments:
     """Return the arguments of a version."""
     if version not in KNOWN_VERSIONS:
         raise InputError(
             f"the arguments of Megatron-LM {version} are not known here",
             hint=f"write engine.version: {' or '.join(KNOWN_VERSIONS)} (the nearest to what the image has)",
         )
-    document = json.loads(Path(__file__).with_name(f"arguments-{version}.json").read_text(encoding="utf-8"))
+    document = _argument_document()
+    variants = (
+        (option, fields)
+        for option, one_or_more in document["arguments"].items()
+        for fields in (one_or_more if isinstance(one_or_more, list) else [one_or_more])
+        if _is_in(version, fields)
+    )
     return KnownArguments(
         version,
-        document["source"],
+        document["versions"][version],
         [
             MegatronArgument(
                 option,
-                fields["dest"],
+                _NEWER_NAMES.get(fields["dest"], fields["dest"]),
                 fields["kind"],
                 fields.get("nargs"),
                 tuple(fields["choices"]) if "choices" in fields else None,
                 fields.get("default"),
                 tuple(fields.get("also", ())),
             )
-            for option, fields in document["arguments"].items()
+            for option, fields in variants
         ],
     )
+
+
+@cache
+def _argument_document() -> dict[str, Any]:
+    return json.loads(Path(__file__).with_name("arguments.json").read_text(encoding="utf-8"))
+
+
+def _is_in(version: str, fields: dict[str, Any]) -> bool:
+    since, until = fields.get("since", KNOWN_VERSIONS[0]), fields.get("until", KNOWN_VERSIONS[-1])
+    return KNOWN_VERSIONS.index(since) <= KNOWN_VERSIONS.index(version) <= KNOWN_VERSIONS.index(until)
+
+
+def versions_with(dest: str) -> tuple[str, ...]:
+    """Return the versions in which something sets `dest`, oldest first."""
+    return tuple(version for version in KNOWN_VERSIONS if known_arguments(version).has(dest))
 
 
 @dataclass(frozen=True)
@@ -269,13 +301,12 @@ class ParsedArguments:
 
 
 def parse_arguments(words: Sequence[str], name: str) -> ParsedArguments:
-    """Parse with the newest version that knows every argument, or the newest of all."""
-    lists = [known_arguments(version) for version in reversed(KNOWN_VERSIONS)]
-    options = {word.partition("=")[0] for word in words if word.startswith("--")}
-    fitting = [
-        known for known in lists if all(known.option(option) or option in RETIRED_ARGUMENTS for option in options)
-    ]
-    parsed = ParsedArguments((fitting or lists)[0])
+    """Parse with the version that knows most of the arguments: the default one, where others know no more."""
+    preferred = (DEFAULT_VERSION, *reversed(KNOWN_VERSIONS))
+    lists = [known_arguments(version) for version in dict.fromkeys(preferred)]
+    options = {word.partition("=")[0] for word in words if word.startswith("--")} - set(RETIRED_ARGUMENTS)
+    lists.sort(key=lambda known: sum(known.option(option) is None for option in options))
+    parsed = ParsedArguments(lists[0])
     left = list(words)
     while left:
         _parse_next(parsed, left, lists, name)

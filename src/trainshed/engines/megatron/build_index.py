@@ -8,7 +8,6 @@ Trainshed. It makes the same datasets as pretrain_gpt.py with the same settings,
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import json
@@ -96,10 +95,24 @@ def _words(blend: list[Any] | str | None) -> list[str] | None:
 
 def tokenizer(arguments: dict[str, Any]) -> Any:
     """Return the tokenizer of the run: its name is a part of what the cache is found by."""
-    for package in ("megatron.core.tokenizers.utils", "megatron.core.tokenizers.text.utils"):  # since 0.17; before
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(f"{package}.build_tokenizer").build_tokenizer(Namespace(**arguments))
-    sys.exit("this image's megatron.core has no tokenizers")
+    for module in _TOKENIZER_MODULES:
+        try:
+            build_tokenizer = importlib.import_module(module).build_tokenizer
+        except ModuleNotFoundError as error:
+            if not module.startswith(str(error.name)):
+                raise
+        else:
+            # Older ones ask whether they are the rank that says what it does.
+            return build_tokenizer(Namespace(rank=0, **arguments))
+    sys.exit(f"this image's Megatron-LM has no tokenizers: none of {', '.join(_TOKENIZER_MODULES)}")
+
+
+# Since 0.17; of 0.15 and 0.16; before.
+_TOKENIZER_MODULES = (
+    "megatron.core.tokenizers.utils.build_tokenizer",
+    "megatron.core.tokenizers.text.utils.build_tokenizer",
+    "megatron.training.tokenizer",
+)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from trainshed.engines.key_table import KEEP, OMIT
 from trainshed.engines.keys import format_value
 from trainshed.engines.launch import EngineTask
 from trainshed.engines.megatron.argument_import import ArgumentImport
-from trainshed.engines.megatron.arguments import NEWEST_VERSION
+from trainshed.engines.megatron.versions import since, task_version
 from trainshed.engines.profiles import profiles
 
 BOUNDARIES = "dataloader_inter_document_masking"
-BOUNDARY_VERSIONS = ("head",)
+BOUNDARY_VERSIONS = since("0.19.0")
 """Versions that tell TransformerEngine where documents begin (--dataloader-inter-document-masking)."""
 _TOKENS_PLACEHOLDER = "write the prefix of the .bin/.idx files here"
 
@@ -150,7 +150,7 @@ def read_tokenizer(config: ArgumentImport) -> Any:
 
 def marks_boundaries(task: EngineTask) -> bool:
     """Tell whether the version of a task tells TransformerEngine where documents begin."""
-    return (task.recipe.engine.version or NEWEST_VERSION) in BOUNDARY_VERSIONS
+    return task_version(task) in BOUNDARY_VERSIONS
 
 
 def has_boundaries(config: ArgumentImport) -> bool:
@@ -204,4 +204,14 @@ def read_profile(config: ArgumentImport) -> Any:
 
 PROFILE_OPTIONS = {"shapes": "pytorch_profiler_collect_shapes", "stacks": "pytorch_profiler_collect_callstack"}
 """Options of a profile, by Megatron's names; versions without them always record both."""
-PROFILE_OPTION_VERSIONS = ("head",)
+PROFILE_OPTION_VERSIONS = since("0.19.0")
+
+
+def read_tensorboard(config: ArgumentImport) -> Any:
+    """Return `observe.tensorboard`."""
+    return False if config.get("tensorboard_dir") is None else OMIT
+
+
+def read_saving(config: ArgumentImport) -> Any:
+    """Return `checkpoint.every`."""
+    return config.get("save_interval") if config.get("save") else None

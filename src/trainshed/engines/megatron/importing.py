@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePath
 
+from trainshed.checkpoints.megatron.args import LLAMA3_ROPE_SCALING
 from trainshed.engines.importing import GPT2_VOCABULARY, ImportedConfig, ImportMistake, recipe_name
 from trainshed.engines.megatron.argument_import import ArgumentImport
-from trainshed.engines.megatron.arguments import NEWEST_VERSION, parse_arguments
+from trainshed.engines.megatron.arguments import DEFAULT_VERSION, parse_arguments
 from trainshed.engines.megatron.keys import MEGATRON_TABLE
 from trainshed.engines.megatron.model_args import vocabulary_size
 from trainshed.engines.megatron.script import ScriptArguments, find_arguments
+from trainshed.engines.megatron.versions import LINEAR_ROPE_VERSIONS
 from trainshed.models.parameters import parameter_count
 from trainshed.recipe import ModelConfig
 
@@ -26,7 +28,7 @@ def read_megatron(text: str, name: str) -> ImportedConfig:
     config.set_recipe("name", recipe_name(PurePath(name).stem, "megatron"))
     MEGATRON_TABLE.read(config)
     config.set_recipe("engine.name", "megatron")
-    if config.parsed.known.version != NEWEST_VERSION:
+    if config.parsed.known.version != DEFAULT_VERSION:
         config.set_recipe("engine.version", config.parsed.known.version)
     config.keep_arguments()
     _read_script(config, script)
@@ -88,6 +90,7 @@ def _model_mistakes(config: ArgumentImport) -> Iterator[ImportMistake]:
                 "write them out; Trainshed writes every one",
             )
         return
+    yield from _rope_mistakes(config)
     if model.rope is not None and model.gated and vocabulary_size(config) == GPT2_VOCABULARY:
         yield ImportMistake(
             parsed.written.get("tokenizer_type", "--tokenizer-type (GPT2BPETokenizer by default)"),
@@ -113,6 +116,23 @@ def _model_mistakes(config: ArgumentImport) -> Iterator[ImportMistake]:
             parsed.written["seq_length"],
             f"Megatron refuses sequences of {length} with {positions} positions",
             f"--max-position-embeddings {length}",
+        )
+
+
+def _rope_mistakes(config: ArgumentImport) -> Iterator[ImportMistake]:
+    """Yield what scales positions and does not reach the model."""
+    parsed = config.parsed
+    if parsed["use_rope_scaling"] and parsed["rope_scaling_factor"] != (factor := LLAMA3_ROPE_SCALING["factor"]):
+        yield ImportMistake(
+            parsed.written["rope_scaling_factor"],
+            f"pretrain_gpt.py of every version known here takes it and computes with {factor:g}",
+            f"--rope-scaling-factor {factor:g}, or `engine: torch` for a model with another",
+        )
+    if "rotary_seq_len_interpolation_factor" in parsed.given and parsed.known.version not in LINEAR_ROPE_VERSIONS:
+        yield ImportMistake(
+            parsed.written["rotary_seq_len_interpolation_factor"],
+            f"pretrain_gpt.py reads it from {LINEAR_ROPE_VERSIONS[0]} on; before, positions are not scaled",
+            "a newer Megatron-LM and its engine.version, or `engine: torch`",
         )
 
 

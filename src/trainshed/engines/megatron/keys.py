@@ -28,6 +28,7 @@ from trainshed.engines.key_table import (
 )
 from trainshed.engines.launch import EngineSite, EngineTask
 from trainshed.engines.megatron.argument_import import ArgumentImport
+from trainshed.engines.megatron.arguments import KNOWN_VERSIONS, versions_with
 from trainshed.engines.megatron.data_args import (
     BOUNDARIES,
     BOUNDARY_VERSIONS,
@@ -38,9 +39,11 @@ from trainshed.engines.megatron.data_args import (
     read_length,
     read_profile,
     read_resume,
+    read_saving,
     read_sources,
     read_split,
     read_synthetic,
+    read_tensorboard,
     read_tokenizer,
     read_validation,
     reads_mask,
@@ -59,12 +62,15 @@ from trainshed.engines.megatron.layout_args import (
     render_stages,
     render_virtual_stages,
     sharding,
+    slides_over_ranks,
     uses_fsdp,
 )
 from trainshed.engines.megatron.model_args import (
     ARCHITECTURE,
+    groups_experts,
     has_experts,
     has_tokenizer,
+    imports_experts,
     padded_vocabulary,
     read_architecture,
     render_architecture,
@@ -76,6 +82,7 @@ from trainshed.engines.megatron.training_args import (
     STATE_TYPES,
     STEPPED_VERSIONS,
     has_ramp,
+    imports_fp8,
     is_fp8,
     read_decay,
     read_dropout,
@@ -116,6 +123,7 @@ _STATE_IS_SAVED = "a run that cannot resume is none here: state is always saved"
 _TOKENIZER_FILES = "the tokenizer's own files are found by its address"
 _SCHEDULE_COUNTS = "the recipe's schedule always counts"
 _IN_STORE = "runs are kept in the store"
+_PADDING_VERSIONS = versions_with("padded_vocab_size")
 
 
 def checkpoint_folder(site: EngineSite) -> str:
@@ -151,16 +159,8 @@ def _every_validation(task: EngineTask) -> dict[str, int]:
     return {"eval_interval": every, "eval_iters": batches}
 
 
-def _read_saving(config: ArgumentImport) -> Any:
-    return config.get("save_interval") if config.get("save") else None
-
-
 def _read_async(config: ArgumentImport) -> bool:
     return bool(config.get("async_save") and config.get("use_persistent_ckpt_worker"))
-
-
-def _read_tensorboard(config: ArgumentImport) -> Any:
-    return False if config.get("tensorboard_dir") is None else OMIT
 
 
 def _read_sharp(config: ArgumentImport) -> Any:
@@ -202,18 +202,6 @@ def _choice_if(
     )
 
 
-def _imports_experts(config: ArgumentImport) -> bool:
-    return bool(config.get("num_experts"))
-
-
-def _imports_fp8(config: ArgumentImport) -> bool:
-    return config.get("fp8") is not None
-
-
-def _slides_over_ranks(task: EngineTask) -> bool:
-    return task.layout.cp > 1 and task.config.sliding_window is not None
-
-
 _MODEL_ROWS = (
     KeyRow(ARCHITECTURE, "model", render_architecture, read_architecture),
     KeyRow(
@@ -223,12 +211,21 @@ _MODEL_ROWS = (
         read_dropout,
     ),
     # Said outright: left alone, Megatron makes as many rows as the tokenizer has tokens, and drops the model's others.
-    follows("padded_vocab_size", "model", padded_vocabulary, "model"),
-    choice("make_vocab_size_divisible_by", MEGATRON_VOCABULARY_MULTIPLE),
+    follows("padded_vocab_size", "model", padded_vocabulary, "model", versions=_PADDING_VERSIONS),
+    choice("make_vocab_size_divisible_by", MEGATRON_VOCABULARY_MULTIPLE, versions=_PADDING_VERSIONS),
+    # Versions that cannot be told the rows round the tokenizer's size up to a multiple of this and tp: a multiple as
+    # large as all rows gives exactly these.
+    follows(
+        "make_vocab_size_divisible_by",
+        "model",
+        lambda task: padded_vocabulary(task) // task.layout.tp,
+        "model",
+        versions=tuple(version for version in KNOWN_VERSIONS if version not in _PADDING_VERSIONS),
+    ),
     choice("transformer_impl", "transformer_engine"),
-    _choice_if("moe_grouped_gemm", True, has_experts, _imports_experts),
-    _choice_if("moe_token_dispatcher_type", "alltoall", has_experts, _imports_experts),
-    _choice_if("moe_router_dtype", "fp32", has_experts, _imports_experts),
+    _choice_if("moe_grouped_gemm", True, groups_experts, imports_experts),
+    _choice_if("moe_token_dispatcher_type", "alltoall", has_experts, imports_experts),
+    _choice_if("moe_router_dtype", "fp32", has_experts, imports_experts),
     KeyRow(
         ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
         "train.moe",
@@ -240,6 +237,15 @@ _MODEL_ROWS = (
 _TRAINING_ROWS = (
     same("micro_batch_size", "layout.micro_batch", default=1, unless=1),
     KeyRow(("global_batch_size",), "train.global_batch", render_global_batch, read_global_batch),
+    # A stepped schedule may not stand beside --global-batch-size, without which validation takes the smallest batch.
+    follows(
+        "eval_global_batch_size",
+        "train.global_batch",
+        lambda task: task.recipe.train.global_batch,
+        "train.global_batch",
+        when=has_ramp,
+        versions=STEPPED_VERSIONS,
+    ),
     KeyRow(("train_iters", "train_samples"), "train.steps", render_steps, read_steps),
     KeyRow(("rampup_batch_size",), "train.batch_ramp", render_ramp, read_ramp),
     follows(
@@ -300,9 +306,9 @@ _TRAINING_ROWS = (
     KeyRow(("bf16", "fp16", "fp8"), "train.precision", render_precision, read_precision),
     _unset("train.precision", "fp4"),
     # Delayed scaling as NVIDIA's recipes have it (GKE's llama3-70b-fp8: history 1024, algorithm max).
-    _choice_if("fp8_recipe", "delayed", is_fp8, _imports_fp8),
-    _choice_if("fp8_amax_history_len", 1024, is_fp8, _imports_fp8),
-    _choice_if("fp8_amax_compute_algo", "max", is_fp8, _imports_fp8),
+    _choice_if("fp8_recipe", "delayed", is_fp8, imports_fp8),
+    _choice_if("fp8_amax_history_len", 1024, is_fp8, imports_fp8),
+    _choice_if("fp8_amax_compute_algo", "max", is_fp8, imports_fp8),
 )
 _LAYOUT_ROWS = (
     KeyRow((), "layout", read=lambda config: {}),
@@ -336,7 +342,7 @@ _LAYOUT_ROWS = (
         lambda config: (
             ["all_gather"] if config.get("context_parallel_size") > 1 and config.get("window_size") else OMIT
         ),
-        when=_slides_over_ranks,
+        when=slides_over_ranks,
         chosen=True,
     ),
     # Said outright: left alone it is tp.
@@ -401,7 +407,13 @@ _DATA_ROWS = (
         read_tokenizer,
     ),
     # Tokens are prepared, so nothing is encoded; but only the fast kind reads a tokenizer.json alone.
-    _dropped_choice("tokenizer_hf_use_fast", True, _DECIDED_HERE, when=has_tokenizer, versions=("0.16.1",)),
+    _dropped_choice(
+        "tokenizer_hf_use_fast",
+        True,
+        _DECIDED_HERE,
+        when=has_tokenizer,
+        versions=versions_with("tokenizer_hf_use_fast"),
+    ),
     # So that a checkpoint says how many rows of the embedding are tokens.
     follows("vocab_size", "model", vocabulary, "model"),
     _unset("tokenizer", "vocab_file", "merge_file", drop=_TOKENIZER_FILES),
@@ -471,7 +483,7 @@ _CHECKPOINT_ROWS = (
         ("save_interval",),
         "checkpoint.every",
         lambda task: task.recipe.checkpoint.every or task.steps,
-        _read_saving,
+        read_saving,
     ),
     # Megatron's FSDP knows no other.
     KeyRow(
@@ -494,7 +506,7 @@ _CHECKPOINT_ROWS = (
         "mcore",
         _DECIDED_HERE,
         when=lambda task: task.recipe.checkpoint.async_,
-        versions=("head",),
+        versions=versions_with("async_strategy"),
     ),
     follows("pretrained_checkpoint", "model.from", _base_folder, "model.from"),
     _unset("model.from", "finetune", value=False, drop="own checkpoints are loaded whole"),
@@ -517,7 +529,7 @@ _LOG_ROWS = (
         ("tensorboard_dir",),
         "observe.tensorboard",
         lambda task: f"{task.site.run_folder}/tensorboard" if writes_tensorboard(task) else None,
-        _read_tensorboard,
+        read_tensorboard,
         note="observe.tensorboard, which Megatron writes where it is left out",
     ),
     choice("log_timers_to_tensorboard", True, when=writes_tensorboard),

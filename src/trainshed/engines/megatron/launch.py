@@ -7,38 +7,34 @@ stage runs before training: `build_index.py` with the settings it is given.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trainshed.checkpoints.megatron import retention
 from trainshed.engines.document_flags import DOCUMENT_MASK_KEY, MASK_IGNORED, document_problems
-from trainshed.engines.key_table import unhonoured_problems
-from trainshed.engines.launch import CpuStage, EngineInput, EngineLaunch, EngineTask
-from trainshed.engines.megatron.arguments import NEWEST_VERSION, known_arguments
+from trainshed.engines.key_table import mirror_problems, unhonoured_problems
+from trainshed.engines.keys import EngineSetting
+from trainshed.engines.launch import CpuStage, EngineInput, EngineLaunch, EngineTask, ImageExpectation
+from trainshed.engines.megatron.arguments import known_arguments
 from trainshed.engines.megatron.data_args import BOUNDARIES, PROFILE_OPTION_VERSIONS, PROFILE_OPTIONS
 from trainshed.engines.megatron.keys import MEGATRON_TABLE, checkpoint_folder
 from trainshed.engines.megatron.layout_args import uses_fsdp
 from trainshed.engines.megatron.model_args import padded_vocabulary, sequence_length
 from trainshed.engines.megatron.settings import MegatronSettings, add_engine_args
 from trainshed.engines.megatron.training_args import run_length
+from trainshed.engines.megatron.versions import (
+    fit_to_version,
+    known_image,
+    since,
+    task_version,
+    version_note,
+)
 from trainshed.engines.profiles import ONCE_WITH_ONE_STEP_BEFORE, profile_problems
 from trainshed.errors import InputError
 from trainshed.plan.legality import layout_problems
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
-
-PROGRAM = "/opt/megatron-lm/pretrain_gpt.py"
-"""Where NVIDIA's images have it; the CPU stage says so at once where it is not there."""
-# Images that have it elsewhere, by the beginning of their name: Azure's Dockerfile clones to /megatron-lm; AMD's and
-# what is built on it begin in the folder of Megatron-LM.
-_PROGRAMS = {
-    "ghcr.io/azure/ai-infrastructure-on-azure/megatron-lm": "/megatron-lm/pretrain_gpt.py",
-    "ghcr.io/silogen/megatron-lm-ray": "pretrain_gpt.py",
-    "rocm/megatron-lm": "pretrain_gpt.py",
-    "docker.io/rocm/megatron-lm": "pretrain_gpt.py",
-}
 
 # AMD's own choices for Megatron on MI300X (rocm/megatron-lm); what concerns the network belongs to the fabric.
 _AMD = {
@@ -59,16 +55,19 @@ _DETERMINISTIC = {
 def megatron_launch(task: EngineTask) -> EngineLaunch:
     """Return how Megatron-LM trains a task; raise `InputError` for what it cannot do.
 
-    The arguments are those of `engine.version`, the newest known where the recipe does not say; pretrain_gpt.py is
-    `engine.program`, or where images of that name have it.
+    The arguments are those of `task_version`; pretrain_gpt.py is `engine.program`, or where images of that name have
+    it.
     """
-    program = task.recipe.engine.program or program_of_image(task.recipe.engine.image or task.site.image)
+    program = task.recipe.engine.program or known_image(task.recipe.engine.image or task.site.image).program
     try:
-        known = known_arguments(task.recipe.engine.version or NEWEST_VERSION)
+        known = known_arguments(task_version(task))
     except InputError as error:
         raise InputError(error.what, where=task.recipe.where("engine.version"), hint=error.hint) from None
     check_task(task)
-    settings = MegatronSettings(known, MEGATRON_TABLE.render(task, known.version))
+    fitted = list(fit_to_version(MEGATRON_TABLE.render(task, known.version), known))
+    if missing := [problem for problem in fitted if isinstance(problem, Problem)]:
+        raise recipe_error(missing, task.recipe.places)
+    settings = MegatronSettings(known, [setting for setting in fitted if isinstance(setting, EngineSetting)])
     add_engine_args(settings, task)
     if problems := [*_mask_problems(task, settings), *_profile_option_problems(task, known.version)]:
         raise recipe_error(problems, task.recipe.places)
@@ -80,11 +79,26 @@ def megatron_launch(task: EngineTask) -> EngineLaunch:
         environment=_environment(task),
         inputs=tuple(_inputs(task, settings)),
         cpu_stages=(index_stage(task),),
+        last_checkpoint=_last_checkpoint(task),
+        expects=ImageExpectation(
+            ("torch", "megatron.core", "megatron.training"), "megatron.core", known.version, parser="megatron"
+        ),
         notes=(f"pretrain_gpt.py is started as {program}", *_notes(task, settings)),
     )
 
 
 KEEP_SCRIPT = "keep_checkpoints.py"
+
+
+def _last_checkpoint(task: EngineTask) -> tuple[str, str] | None:
+    """Return where Megatron writes which iteration it has saved, and the last one.
+
+    Where it cannot load a checkpoint (on another layout, say) it may end with exit code 0 before its first step. With
+    a ramp it counts samples, and how many iterations those are is its own affair.
+    """
+    if task.recipe.train.batch_ramp is not None:
+        return None
+    return f"{checkpoint_folder(task.site)}/latest_checkpointed_iteration.txt", str(task.steps)
 
 
 def _retention_files(task: EngineTask) -> dict[str, str]:
@@ -99,12 +113,6 @@ def _retention_command(task: EngineTask) -> tuple[str, ...]:
     if keep is None:
         return ()
     return ("python3", f"{task.site.job_folder}/{KEEP_SCRIPT}", checkpoint_folder(task.site), str(keep))
-
-
-def program_of_image(image: str | None) -> str:
-    """Return where an image has pretrain_gpt.py."""
-    names = (name for name in _PROGRAMS if image is not None and re.split("[:@]", image)[0] == name)
-    return _PROGRAMS[name] if (name := next(names, None)) is not None else PROGRAM
 
 
 def _inputs(task: EngineTask, settings: MegatronSettings) -> Iterator[EngineInput]:
@@ -131,8 +139,8 @@ def _environment(task: EngineTask) -> dict[str, str]:
 
 def _notes(task: EngineTask, settings: MegatronSettings) -> Iterator[str]:
     recipe, config, layout = task.recipe, task.config, task.layout
-    if recipe.engine.version is None:
-        yield f"arguments are those of Megatron-LM {settings.known.version}, the newest known (engine.version)"
+    if note := version_note(recipe, task.site.image):
+        yield note
     yield f"Megatron-LM shuffles its own way, from seed {recipe.seed}: another order of samples than engine: torch has"
     if not recipe.data.synthetic:
         yield "its order depends on the length of the run: a longer run does not continue a shorter one's order"
@@ -151,8 +159,9 @@ def _notes(task: EngineTask, settings: MegatronSettings) -> Iterator[str]:
         yield "all checkpoints are kept: checkpoint.keep is null"
     else:
         yield f"Megatron deletes no checkpoints: the first node removes all but the newest {keep} ({KEEP_SCRIPT})"
-    if recipe.checkpoint.resume == "must" and settings.known.version == "0.16.1":
-        yield "without a checkpoint 0.16.1 ends with exit code 0; build_index.py looks for one before"
+    if recipe.checkpoint.resume == "must" and settings.known.version != "head":
+        version = settings.known.version
+        yield f"without a checkpoint {version} ends with exit code 0; build_index.py looks for one before"
     profile = recipe.observe.profile
     if profile is not None and settings.known.version not in PROFILE_OPTION_VERSIONS:
         yield f"Megatron-LM {settings.known.version} records shapes and stacks in every profile"
@@ -279,12 +288,7 @@ def _data_problems(task: EngineTask) -> Iterator[Problem]:
 
 def _checkpoint_problems(task: EngineTask) -> Iterator[Problem]:
     recipe = task.recipe
-    if recipe.checkpoint.to is not None:
-        yield Problem(
-            ("checkpoint", "to"),
-            "Megatron writes its checkpoints to a folder of the run that every node sees",
-            "delete it; `store` says where runs lie",
-        )
+    yield from mirror_problems(recipe, "Megatron")
     yield from profile_problems(recipe, "Megatron", ONCE_WITH_ONE_STEP_BEFORE)
     if recipe.observe.dllogger:
         yield Problem(("observe", "dllogger"), "Megatron writes no DLLogger file", "delete it: its log has the figures")
@@ -306,7 +310,8 @@ def _layout_problems(task: EngineTask) -> Iterator[Problem]:
             f"{site.gpus_per_node} = {ranks}",
             "plan for as many nodes as there are",
         )
-    written = not isinstance(recipe.layout, str) and recipe.layout.stages is not None
+    # The planner writes out the stages of the layouts that it chooses.
+    written = isinstance(recipe.layout, str) or recipe.layout.stages is not None
     yield from layout_problems(
         layout,
         task.config,
@@ -315,6 +320,13 @@ def _layout_problems(task: EngineTask) -> Iterator[Problem]:
         engine="megatron",
         stages_written=written,
     )
+    version = task_version(task)
+    if layout.ep > 1 and recipe.train.precision == "fp16" and version not in since("0.16.1"):
+        yield Problem(
+            ("layout", "ep"),
+            f"Megatron-LM {version} has no expert parallelism in fp16",
+            "write `precision: bf16`, or the engine.version of a newer image: 0.16.1, 0.19.0 or head",
+        )
     if layout.cp > 1 and sequence_length(task) % (2 * layout.cp):
         yield Problem(
             ("layout", "cp"),
@@ -379,6 +391,8 @@ def index_files(settings: MegatronSettings, task: EngineTask, program: str) -> d
         "config": {field: settings.value(dest) for field, dest in _CONFIG.items() if known.has(dest)},
         "tokenizer": {dest: settings.value(dest) for dest in _TOKENIZER if known.has(dest)},
     }
+    # Versions without the argument count the rows when they build the tokenizer, unless they are there.
+    request["tokenizer"].setdefault("padded_vocab_size", padded_vocabulary(task))
     script = (Path(__file__).with_name(SCRIPT)).read_text(encoding="utf-8")
     return {SCRIPT: script, REQUEST_FILE: json.dumps(request, indent=1) + "\n"}
 

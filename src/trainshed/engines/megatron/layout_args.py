@@ -141,3 +141,8 @@ def read_recompute(config: ArgumentImport) -> Any:
     else:
         config.drop("full recomputes every layer here", *details)
     return OMIT if recompute == "none" else recompute
+
+
+def slides_over_ranks(task: EngineTask) -> bool:
+    """Tell whether a window slides over several context-parallel ranks."""
+    return task.layout.cp > 1 and task.config.sliding_window is not None

@@ -10,13 +10,14 @@ from argparse import Namespace
 from typing import Any
 
 from trainshed.catalog import model_preset, preset_names
-from trainshed.checkpoints.megatron.args import architecture_args, read_args
+from trainshed.checkpoints.megatron.args import architecture_args, computed_args, read_args
 from trainshed.engines.importing import GPT2_VOCABULARY, vocabulary_of_sizes
 from trainshed.engines.key_table import OMIT
 from trainshed.engines.keys import format_value
 from trainshed.engines.launch import EngineTask
 from trainshed.engines.megatron.argument_import import ArgumentImport
-from trainshed.engines.megatron.arguments import NEWEST_VERSION, known_arguments
+from trainshed.engines.megatron.arguments import known_arguments
+from trainshed.engines.megatron.versions import LINEAR_ROPE_VERSIONS, rope_problem, since, task_version
 from trainshed.errors import InputError
 from trainshed.plan.legality.check import MEGATRON_VOCABULARY_MULTIPLE
 from trainshed.plan.legality.rules import round_up
@@ -43,6 +44,12 @@ def has_experts(task: EngineTask) -> bool:
     return task.config.moe is not None
 
 
+def groups_experts(task: EngineTask) -> bool:
+    """Tell whether the products of all experts are one; before 0.16 only bf16 has that, and fp8 on top of it."""
+    any_precision = task_version(task) in since("0.16.1")
+    return has_experts(task) and (any_precision or task.recipe.train.precision in ("bf16", "fp8"))
+
+
 def sequence_length(task: EngineTask) -> int:
     """Return the tokens of a sample; synthetic data may leave it to the model."""
     return task.recipe.data.sequence_length or task.config.max_positions
@@ -60,7 +67,7 @@ def has_tokenizer(task: EngineTask) -> bool:
 
 def vocabulary(task: EngineTask) -> int:
     """Return the vocabulary: until 0.18 a NullTokenizer counts its end of a document on top."""
-    version = known_arguments(task.recipe.engine.version or NEWEST_VERSION)
+    version = known_arguments(task_version(task))
     counts_more = not has_tokenizer(task) and not version.has("null_tokenizer_eod_id")
     return task.config.vocab_size - counts_more
 
@@ -72,6 +79,10 @@ def render_architecture(task: EngineTask) -> dict[str, Any]:
         arguments = architecture_args(config)
     except InputError as error:
         raise InputError(error.what, where=task.recipe.where("model"), hint="write `engine: torch`") from None
+    if problem := rope_problem(config, task_version(task)):
+        versions = " or ".join(LINEAR_ROPE_VERSIONS)
+        hint = f"write engine.version: {versions}, with an image that has it, or engine: torch"
+        raise InputError(problem, where=task.recipe.where("model"), hint=hint)
     arguments["max_position_embeddings"] = max(config.max_positions, sequence_length(task))
     if config.kv_heads == config.heads:
         arguments["num_query_groups"] = None
@@ -121,7 +132,7 @@ def _base_checkpoint(config: ArgumentImport) -> str | None:
 
 
 def _read_architecture(config: ArgumentImport) -> ModelConfig:
-    args = config.parsed.namespace()
+    args = computed_args(config.parsed.namespace())
     # As `validate_args` fills them in.
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
@@ -149,7 +160,8 @@ def vocabulary_size(config: ArgumentImport) -> int | None:
 
 def _preset_vocabulary(args: Namespace, name: str) -> int:
     """Return the vocabulary of the preset that has these sizes: a Hugging Face tokenizer's is not in the arguments."""
-    size = vocabulary_of_sizes(args.num_layers, args.hidden_size, args.num_attention_heads, args.ffn_hidden_size)
+    sizes = (args.num_layers, args.hidden_size, args.num_attention_heads, args.ffn_hidden_size)
+    size = vocabulary_of_sizes(*sizes, args.tokenizer_model)
     if size is None:
         raise InputError(
             f"its arguments do not say how many tokens {args.tokenizer_model or 'the tokenizer'} has",
@@ -162,3 +174,8 @@ def _preset_vocabulary(args: Namespace, name: str) -> int:
 def _matching_preset(config: ModelConfig) -> str | None:
     """Return the preset that is exactly this architecture."""
     return next((name for name in preset_names() if model_preset(name) == config), None)
+
+
+def imports_experts(config: ArgumentImport) -> bool:
+    """Tell whether a list of arguments is of a mixture of experts."""
+    return bool(config.get("num_experts"))

@@ -149,7 +149,7 @@ class ShellScript:
 
 def read_script(text: str) -> ShellScript:
     """Read a script, or a bare list of arguments, which is one command."""
-    return _ShellReader(text.replace("\\\r\n", "").replace("\\\n", "")).read()
+    return _ShellReader(text.replace("\r\n", "\n")).read()
 
 
 class _ShellReader:
@@ -183,6 +183,8 @@ class _ShellReader:
         """Go to the next word; a line's end or a separator ends the command. False at the end of the text."""
         while self.at < len(self.text):
             sign = self.text[self.at]
+            if self._skip_continuation():
+                continue
             if sign in "\n;&|":
                 self._end(command)
             elif sign == "#" and (self.at == 0 or self.text[self.at - 1] in " \t\n;"):
@@ -214,6 +216,8 @@ class _ShellReader:
             if sign == ")":
                 self.at += 1
                 break
+            if self._skip_continuation():
+                continue
             if sign == "#" and self.text[self.at - 1] in " \t\n(":
                 self.at = self._find("\n", self.at)
             elif sign in _WORD_ENDS or sign == "\r":
@@ -233,6 +237,8 @@ class _ShellReader:
             elif sign == '"':
                 quoted = True
                 self._double_quoted(words)
+            elif self._skip_continuation():
+                continue
             elif sign == "\\":
                 words[-1] += self.text[self.at + 1 : self.at + 2]
                 self.at += 2
@@ -260,6 +266,8 @@ class _ShellReader:
     def _double_quoted(self, words: list[str]) -> None:
         self.at += 1
         while self.at < len(self.text) and (sign := self.text[self.at]) != '"':
+            if self._skip_continuation():
+                continue
             if sign == "\\" and self.text[self.at + 1 : self.at + 2] in ('"', "\\", "$", "`"):
                 words[-1] += self.text[self.at + 1]
                 self.at += 2
@@ -299,6 +307,13 @@ class _ShellReader:
             self._whole = default[:1] in ("'", '"')
             return [_ShellReader(default, self.script).unquoted()]
         return [""] if name in self.script.variables else [written if written.startswith("$") else f"${written}"]
+
+    def _skip_continuation(self) -> bool:
+        """Go past a backslash at the end of a line, which is nothing everywhere but between single quotes."""
+        if not self.text.startswith("\\\n", self.at):
+            return False
+        self.at += 2
+        return True
 
     def _closing(self, opening: str, closing: str, at: int) -> int:
         depth = 0

@@ -10,13 +10,13 @@ from trainshed.data.sampling.schedule import BatchRampUp, BatchSchedule
 from trainshed.engines.key_table import KEEP, OMIT
 from trainshed.engines.launch import EngineTask
 from trainshed.engines.megatron.argument_import import ArgumentImport
-from trainshed.engines.megatron.arguments import NEWEST_VERSION
 from trainshed.engines.megatron.model_args import sequence_length
+from trainshed.engines.megatron.versions import since, task_version
 from trainshed.errors import InputError
 from trainshed.recipe import MoeLosses
 from trainshed.recipe.section import parse_count
 
-STEPPED_VERSIONS = ("head",)
+STEPPED_VERSIONS = since("0.19.0")
 """Versions that read --step-batch-size-schedule; they take --rampup-batch-size and ignore it."""
 
 
@@ -48,7 +48,7 @@ def has_ramp(task: EngineTask) -> bool:
 
 
 def _is_stepped(task: EngineTask) -> bool:
-    return has_ramp(task) and (task.recipe.engine.version or NEWEST_VERSION) in STEPPED_VERSIONS
+    return has_ramp(task) and task_version(task) in STEPPED_VERSIONS
 
 
 def render_global_batch(task: EngineTask) -> int | None:
@@ -352,3 +352,8 @@ def read_router(config: ArgumentImport) -> Any:
     if kind != "seq_aux_loss" and factor:
         config.ask(f"train.moe.balance_loss: per sequence here, and {kind} in the arguments")
     return {"balance_loss": factor, "z_loss": config.get("moe_z_loss_coeff") or 0.0}
+
+
+def imports_fp8(config: ArgumentImport) -> bool:
+    """Tell whether a list of arguments makes products in fp8."""
+    return config.get("fp8") is not None

@@ -129,7 +129,8 @@ def read_architecture(config: ConfigImport) -> Any:
 
 def _vocabulary(config: ConfigImport) -> int:
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
-    known = vocabulary_of_sizes(*(config.get(f"model.{key}") for key in sizes))
+    tokenizer = config.get("tokenizer.tokenizer_model") or config.get("from_hf_pretrained")
+    known = vocabulary_of_sizes(*(config.get(f"model.{key}") for key in sizes), tokenizer=tokenizer)
     if known is None:
         config.ask("the script leaves the size of the vocabulary to the tokenizer: write model.config.vocab_size")
     return known or GPT2_VOCABULARY

@@ -147,7 +147,12 @@ HYDRA_TABLE = KeyTable(
             render_resume,
             read_resume,
         ),
-        follows("exp_manager.create_checkpoint_callback", "checkpoint", lambda task: True, "checkpoint.every"),
+        follows(
+            "exp_manager.create_checkpoint_callback",
+            "checkpoint.save",
+            lambda task: task.recipe.checkpoint.save,
+            "checkpoint.every",
+        ),
         KeyRow(
             (f"{CALLBACK}.every_n_train_steps",),
             "checkpoint.every",
@@ -365,6 +370,8 @@ HYDRA_TABLE = KeyTable(
         **dict.fromkeys(("layout.stages", "train.optimizer.states"), REFUSED),
         **dict.fromkeys(("model.config.attention_pattern", "model.config.query_scalar"), REFUSED),
         **dict.fromkeys(("model.config.attention_soft_cap", "model.config.logit_soft_cap"), REFUSED),
+        **dict.fromkeys(("model.config.attention_chunk", "model.config.attention_temperature"), REFUSED),
+        **dict.fromkeys((f"model.config.{key}" for key in ("swiglu_alpha", "swiglu_limit", "qk_l2_norm")), REFUSED),
     },
 )
 # Given as overrides: they depend on where the job runs.

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainshed.catalog import model_preset, preset_names
 from trainshed.checkpoints.megatron.args import parts_without_argument
-from trainshed.engines.importing import GPT2_VOCABULARY, ConfigImport
+from trainshed.engines.importing import GPT2_VOCABULARY, ConfigImport, is_of_family
 from trainshed.engines.key_table import KEEP, OMIT, WRITTEN_ANYWAY, KeyRow, follows, same, to_floats
 from trainshed.engines.launch import EngineTask
 from trainshed.recipe import ModelConfig
@@ -259,9 +259,9 @@ def note_differences(config: ConfigImport) -> None:
 
 
 def _published_model(config: ConfigImport) -> tuple[str, ModelConfig] | None:
-    """Return the catalog's model of this size, the one the run is named after where there are several."""
+    """Return the catalog's model of this size; of several the one that the tokenizer or the run is named after."""
     model = config.recipe["model"]["config"]
-    width = model.get("ffn") or model["moe"]["ffn"]
+    width = model["moe"]["ffn"] if "moe" in model else model.get("ffn")
     sizes = (model["layers"], model["hidden"], model["heads"], model["kv_heads"], width)
     candidates: list[tuple[str, ModelConfig]] = []
     for name in preset_names():
@@ -271,7 +271,10 @@ def _published_model(config: ConfigImport) -> tuple[str, ModelConfig] | None:
             candidates.append((name, known))
     plain = config.recipe["name"].replace("-", "")
     named = [(name, known) for name, known in candidates if name.replace("-", "").replace(".", "") in plain]
-    return next(iter([*named, *candidates]), None)
+    tokenizer = config.get("model.tokenizer.type")
+    of_tokenizer = [(name, known) for name, known in candidates if is_of_family(tokenizer, name)]
+    both = [candidate for candidate in named if candidate in of_tokenizer]
+    return next(iter([*both, *of_tokenizer, *named, *candidates]), None)
 
 
 def architecture_problems(config: ModelConfig) -> Iterator[Problem]:

@@ -26,7 +26,7 @@ _TIME_LIMIT = re.compile(r"^(?:(\d+)-)?(\d+):(\d+):\d+$")
 def read_nemo(text: str, name: str) -> ImportedConfig:
     """Read NeMo's YAML; errors call the file `name`."""
     config = ConfigImport.from_yaml(parse_yaml(text, name), "nemo", name)
-    config.set_recipe("name", recipe_name(config.get("run.name") or config.get("name") or "imported", "run"))
+    config.set_recipe("name", recipe_name(str(config.get("run.name") or config.get("name") or "imported"), "run"))
     config.note_mapped(f"name: {config.recipe['name']}", "run.name")
     _read_cluster(config)
     HYDRA_TABLE.read(config)

@@ -14,9 +14,17 @@ from typing import Any
 
 from trainshed.checkpoints.megatron.args import unwritten_parts
 from trainshed.engines.document_flags import DOCUMENT_MASK_KEY, MASK_IGNORED, document_problems
-from trainshed.engines.key_table import budget_problems, unhonoured_problems
+from trainshed.engines.key_table import budget_problems, mirror_problems, unhonoured_problems
 from trainshed.engines.keys import added_arguments, argument_problems, format_value, to_yaml
-from trainshed.engines.launch import NODE_NUMBER, EngineInput, EngineLaunch, EngineTask
+from trainshed.engines.launch import (
+    NODE_NUMBER,
+    EngineInput,
+    EngineLaunch,
+    EngineTask,
+    ImageExpectation,
+    staging_command,
+    staging_files,
+)
 from trainshed.engines.nemo.bridge_keys import BRIDGE_KEYS, BRIDGE_TABLE
 from trainshed.engines.nemo.hydra_data import READS_MASK
 from trainshed.engines.nemo.hydra_keys import HYDRA_KEYS, HYDRA_PLACES, HYDRA_TABLE
@@ -69,12 +77,7 @@ def shared_problems(task: EngineTask) -> Iterator[Problem]:
         )
     if recipe.data.skip:
         yield Problem(("data", "skip"), "NeMo reads its samples in an order of its own", "delete it")
-    if recipe.data.stage != "direct":
-        yield Problem(("data", "stage"), "NeMo maps the token files where they lie in the store", "stage: direct")
-    if recipe.checkpoint.to is not None:
-        yield Problem(
-            ("checkpoint", "to"), "NeMo writes its checkpoints into the run's folder", "delete it, or write store:"
-        )
+    yield from mirror_problems(recipe, "NeMo")
     yield from layout_problems(
         task.layout,
         task.config,
@@ -149,6 +152,18 @@ def bridge_problems(task: EngineTask) -> Iterator[Problem]:
     """Yield what the Megatron-Bridge script does not do."""
     config, layout = task.config, task.layout
     yield from shared_problems(task)
+    if task.recipe.checkpoint.to is not None:
+        yield Problem(
+            ("checkpoint", "to"),
+            "checkpoints of Megatron-Bridge stay in the run's folder",
+            "delete it, or write store:",
+        )
+    if not task.recipe.checkpoint.save:
+        yield Problem(
+            ("checkpoint", "save"),
+            "Megatron-Bridge is rendered with checkpoints",
+            'delete it, or write engine: {name: nemo, version: "24.07"}',
+        )
     if task.recipe.document_mask:
         yield Problem(DOCUMENT_MASK_KEY, MASK_IGNORED, "write engine: torch, or megatron with engine.version: head")
     if task.recipe.observe.dllogger:
@@ -216,6 +231,7 @@ def hydra_launch(task: EngineTask) -> EngineLaunch:
     files, profile = {HYDRA_FILE: to_yaml(config, heading)}, recipe.observe.profile
     if profile is not None:
         files[NSYS_SCRIPT] = nsys_script(profile)
+    files |= staging_files(task)
     return EngineLaunch(
         program=HYDRA_PROGRAM,
         arguments=(
@@ -230,6 +246,8 @@ def hydra_launch(task: EngineTask) -> EngineLaunch:
         environment=_HYDRA_ENVIRONMENT,
         inputs=inputs,
         late_arguments=late,
+        staging=staging_command(task),
+        expects=ImageExpectation(("torch", "nemo", "hydra", "omegaconf"), parser="hydra", config=HYDRA_FILE),
         notes=tuple(_hydra_notes(task)),
     )
 
@@ -307,6 +325,7 @@ def bridge_launch(task: EngineTask) -> EngineLaunch:
         files={BRIDGE_FILE: _script(task, {setting.key: setting.value for setting in settings}, extra)},
         environment=_BRIDGE_ENVIRONMENT,
         inputs=tuple(inputs),
+        expects=ImageExpectation(("torch", "megatron.bridge"), parser="script", program_in_image=False),
         notes=tuple(_bridge_notes(task)),
     )
 
@@ -373,7 +392,10 @@ def _config_function(
     if not task.recipe.data.synthetic:
         lines += [
             f"    splits = json.loads(Path({f'{task.site.input_folder}/data.json'!r}).read_text())",
-            '    blends = [get_blend_from_list(splits.get(name) or None) for name in ("train", "valid", "test")]',
+            # Documents that are trained on are not validated on: what has none of its own gets none.
+            f"    own = {('train', 'valid') if task.recipe.data.validation else ('train',)!r}",
+            '    names = ("train", "valid", "test")',
+            "    blends = [get_blend_from_list(splits[name]) if name in own else None for name in names]",
         ]
     lines += ["    config = ConfigContainer(", "        model=provider(),"]
     for name, kind in used.items():

@@ -28,6 +28,7 @@ from torch.nn import functional
 from trainshed.errors import TrainshedError
 from trainshed.plan.machine_file import AllReduceRate, AttentionRate, GemmRate, MachineMeasurements
 from trainshed.reporting import SILENT, Reporter
+from trainshed.this_machine import memory_bytes
 
 _GIB = 2**30
 # (rows, inputs, outputs): squares show the peak; the others are a Llama-3-8B layer whole and cut over 8 ranks.
@@ -68,7 +69,7 @@ def measure_machine(reporter: Reporter = SILENT) -> MachineMeasurements:
         task.advance(len(all_reduces))
     fabric, network_gbps = find_network()
     on_gpu = device.type == "cuda"
-    host_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
+    host_gib = memory_bytes() / _GIB
     return MachineMeasurements(
         device=torch.cuda.get_device_name(0) if on_gpu else _cpu_name(),
         kind=device.type,

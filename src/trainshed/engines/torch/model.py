@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
@@ -20,7 +19,7 @@ from trainshed.engines.torch.float8 import convert_to_float8
 from trainshed.engines.torch.parallel import ParallelMesh, apply_fsdp, check_sharding, shard_axis
 from trainshed.models.collectives import SINGLE_RANK, AxisGroup
 from trainshed.models.decoder import DecoderStage, DecoderStageSpec, LossNormalization, Regularization
-from trainshed.models.layers import Linear
+from trainshed.models.layers import Linear, linear
 from trainshed.models.lora import add_adapters
 from trainshed.models.loss import LOSS_TERMS
 from trainshed.models.moe import ROUTER_LOSS_TERMS, GroupedExperts
@@ -113,7 +112,7 @@ def collect_parameter_shards(
             first_copy = not parameter.buffer or not (coordinates.dp or coordinates.cp)
             if isinstance(tensor, DTensor):
                 offset = _fsdp_offset(tensor, offset, shape)
-            tied = config.tied_embeddings and layout.pp > 1 and name.startswith("embedding.")
+            tied = config.embedding_at_both_ends and layout.pp > 1 and name.startswith("embedding.")
             whole_on_tp = parameter.tp_dim is None and not parameter.expert
             whole_on_etp = parameter.tp_dim is None and parameter.expert
             replicas = (
@@ -225,7 +224,8 @@ class RankModel:
         """The terms that this model is trained on besides the cross-entropy; they are reported by themselves."""
         regularization = self.regularization
         # The second term is the z-loss, or the extra part of a registered loss.
-        of_loss = LOSS_TERMS[1:] if regularization.z_loss or regularization.token_loss is not None else ()
+        of_loss = LOSS_TERMS[1:2] if regularization.z_loss or regularization.token_loss is not None else ()
+        of_loss = (*of_loss, *LOSS_TERMS[2:]) if self.config.mtp_layers else of_loss
         return of_loss if self.config.moe is None else (*of_loss, *ROUTER_LOSS_TERMS)
 
 
@@ -319,7 +319,7 @@ def projections(stage: DecoderStage) -> list[Linear]:
 def describe_float8_exclusions(model: RankModel) -> str | None:
     """Say which products of an fp8 model still multiply in bf16; None if none does."""
     modules = [module for stage in model.stages for module in projections(stage)]
-    excluded = sum(module.matmul is F.linear for module in modules)
+    excluded = sum(module.matmul is linear for module in modules)
     reasons = []
     if excluded:
         reasons.append(

@@ -16,7 +16,8 @@ from torch.distributed.tensor import Shard
 from trainshed.engines.torch.process_groups import ProcessGroups
 from trainshed.errors import InputError
 from trainshed.models.collectives import SINGLE_RANK, AxisGroup, ParallelAxes
-from trainshed.models.decoder import DecoderStage, Embedding
+from trainshed.models.decoder import DecoderStage
+from trainshed.models.embedding import Embedding
 from trainshed.models.moe import MoE
 from trainshed.plan.layout import MeshCoordinates, RankLayout
 from trainshed.recipe import ModelConfig
@@ -28,7 +29,7 @@ class ParallelMesh:
 
     `fsdp_mesh` and `expert_fsdp_mesh` are the meshes over which FSDP shards dense and expert tensors: (replicate,
     shard), or (shard) where there is one copy; None if every such mesh is a single rank. `tied_embedding` joins the
-    first and the last pipeline stage of a model with tied embeddings; elsewhere it is a single rank.
+    first and the last pipeline stage of a model that has the embedding on both; elsewhere it is a single rank.
     """
 
     layout: RankLayout
@@ -80,7 +81,7 @@ def build_mesh(layout: RankLayout, device: torch.device, config: ModelConfig) ->
         fsdp_mesh = _fsdp_mesh(groups, dense_ranks)
         expert_fsdp_mesh = fsdp_mesh if config.moe is None else _fsdp_mesh(groups, expert_ranks)
     pp, tied_embedding = groups.axis(_along(dense, 0)), SINGLE_RANK
-    if config.tied_embeddings and layout.pp > 1:
+    if config.embedding_at_both_ends and layout.pp > 1:
         # Pairs of ranks on the first and last stage that hold the same part of the embedding.
         tied_embedding = groups.axis(dense[[0, -1]].flatten(1).t())
     return ParallelMesh(
@@ -138,8 +139,8 @@ def apply_fsdp(stage: DecoderStage, mesh: ParallelMesh, dtype: torch.dtype, mast
     All sharding modes are FSDP2 over the mesh of `_fsdp_mesh`. They differ in how long weights and gradients stay
     unsharded, which `set_gradient_sync` sets for each micro-batch.
 
-    Embedding and head are groups of their own, gathered for the time of their use. A tied embedding is used at both
-    ends of the model, so it stays gathered with the few tensors that belong to no layer.
+    Embedding and head are groups of their own, gathered for the time of their use. Where the embedding is used at both
+    ends of the model, they stay gathered with the few tensors that belong to no layer.
     """
     if mesh.fsdp_mesh is None or mesh.expert_fsdp_mesh is None:
         return
@@ -151,14 +152,15 @@ def apply_fsdp(stage: DecoderStage, mesh: ParallelMesh, dtype: torch.dtype, mast
     reshard = mesh.layout.shard == "full"
     shard = partial(fully_shard, mp_policy=policy, reshard_after_forward=reshard)
     modules: list[FSDPModule] = []  # in the order in which their forward passes end
-    if stage.spec.first and not stage.config.tied_embeddings:
+    both_ends = stage.config.embedding_at_both_ends
+    if stage.spec.first and not both_ends:
         modules.append(shard(stage.embedding, mesh=mesh.fsdp_mesh))
     for block in stage.layers.values():
         if isinstance(block.mlp, MoE):
             placement = _expert_placement(shard_axis(mesh.expert_fsdp_mesh).size())
             modules.append(shard(block.mlp.experts, mesh=mesh.expert_fsdp_mesh, shard_placement_fn=placement))
         modules.append(shard(block, mesh=mesh.fsdp_mesh))
-    if stage.spec.last and not stage.config.tied_embeddings:
+    if stage.spec.last and not both_ends:
         modules.append(shard(stage.head, mesh=mesh.fsdp_mesh))
         register_fsdp_forward_method(stage.head, "with_rows")
     fully_shard(stage, mesh=mesh.fsdp_mesh, mp_policy=policy, reshard_after_forward=False)

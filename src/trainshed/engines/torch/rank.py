@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import trainshed
 from trainshed.checkpoints.lora.checkpoint_spec import ADDED, BASE, LORA
+from trainshed.checkpoints.native.hold import hold_checkpoint, must_be_held
 from trainshed.checkpoints.native.writer import CheckpointWriter
 from trainshed.engines.torch import rank_health
 from trainshed.engines.torch.model import RankModel, build_model, describe_float8_exclusions
@@ -231,12 +232,27 @@ def _train_part(
         store=None if session.store is None else dist.PrefixStore(_checkpoint_keys(start.step, resume), session.store),
         keep=job.recipe.checkpoint.keep,
         resumed_step=start.step or None,
-        on_event=emit,
+        on_event=_holding_due(job, run, emit) if env.rank == 0 else emit,
         # Before the watchdog: this one says which rank has written nothing.
         timeout_seconds=0.8 * watchdog.budgets.seconds("checkpoint"),
     ) as checkpoints:
         answers = _sample_answers(job, model, session)
         return Trainer(job, runner, checkpoints, emit, watchdog, session.stop_signals, profiler, start, answers).run()
+
+
+def _holding_due(job: TrainJob, run: Path, emit: EventEmitter) -> Callable[..., None]:
+    """Hold checkpoints that are to be evaluated when they are committed: what follows is the removal of older ones."""
+
+    def emit_and_hold(kind: str, step: int | None = None, **values: Any) -> None:
+        committed = kind == "checkpoint" and values["phase"] == "committed"
+        if committed and step is not None and must_be_held(job.recipe, step):
+            try:
+                hold_checkpoint(run, step)
+            except OSError as error:
+                emit("warning", text=f"the checkpoint of step {step} cannot be held until it is evaluated: {error}")
+        emit(kind, step, **values)
+
+    return emit_and_hold
 
 
 def _checkpoint_keys(step: int, resume: ResumePoint) -> str:
@@ -277,7 +293,7 @@ def _build_reference(job: TrainJob, model: RankModel) -> ReferenceModel | None:
         added=job.added,
         frozen=True,
     )
-    load_base_weights(reference, job.base)
+    load_base_weights(reference, job.base, job.recipe.seed)
     return ReferenceModel(reference)
 
 
@@ -307,6 +323,7 @@ def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
         moe_balance=moe.balance_loss if moe else 0.0,
         moe_z=moe.z_loss if moe else 0.0,
         moe_bias_update=score_bias_update(moe, job.config),
+        mtp=0.0 if train.mtp is None else train.mtp.weight,
         dropout=train.dropout,
         seed=job.recipe.seed,
         token_loss=build_loss(train.loss),

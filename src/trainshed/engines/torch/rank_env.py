@@ -210,6 +210,11 @@ def rendezvous_store(env: RankEnv, job: TrainJob, budgets: PhaseBudgets) -> dist
         )
     except dist.DistError as error:
         first_line = str(error).split("\n", 1)[0]
+        if env.rank == 0 and "EADDRINUSE" in first_line:
+            raise TrainshedError(
+                f"rank 0 cannot listen at {address}:{port}: another process on this machine has that port",
+                hint="start again, with another MASTER_PORT where you set it yourself",
+            ) from error
         raise TrainshedError(
             f"rank {env.rank} did not reach rank 0 at {address}:{port} within {seconds:g} seconds: {first_line}",
             hint=budgets.advice("rendezvous"),

@@ -27,12 +27,10 @@ class SpikeDetector:
     """Decides about each step from the figures of the last learned ones."""
 
     def __init__(self, options: Spikes, mesh: ParallelMesh) -> None:
-        coordinates, device = mesh.coordinates, mesh.device
-        self.options = options
-        self.owner = not any((coordinates.pp, coordinates.dp, coordinates.cp, coordinates.tp))
-        self.window = torch.zeros(options.window, 2, dtype=torch.float64, device=device)
+        self.options, self.owner = options, mesh.coordinates.is_first
+        self.window = torch.zeros(options.window, 2, dtype=torch.float64, device=mesh.device)
         """Loss and gradient norm of learned steps; the oldest is overwritten by the next."""
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
         """Steps that were learned, and steps that were skipped in a row."""
 
     @torch.no_grad()

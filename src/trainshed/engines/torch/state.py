@@ -58,9 +58,7 @@ def state_tensors(model: RankModel, optimizer: RankOptimizer) -> dict[str, Tenso
     }
     for name, state in optimizer.state_tensors().items():
         tensors[name] = _with_replicas(state, shards.get(name.split(".", 2)[-1]))
-    coordinates = model.mesh.coordinates
-    owner = not any((coordinates.pp, coordinates.dp, coordinates.cp, coordinates.tp))
-    world = model.mesh.world
+    world, owner = model.mesh.world, model.mesh.coordinates.is_first
     replicas = () if world.size == 1 else (world,)
     return tensors | {"optimizer.updates": TensorShard((), (), optimizer.updates, owner, replicas)}
 
@@ -336,7 +334,7 @@ def load_start_state(
 def _load_weights(job: TrainJob, model: RankModel, emit: EventEmitter) -> None:
     """Fill the model's own weights from base weights or with fresh values, and with these its adapters."""
     if job.base is not None:
-        error = load_base_weights(model, job.base)
+        error = load_base_weights(model, job.base, job.recipe.seed)
         if error is not None:
             assert model.lora is not None
             text = f"the base weights are held as {model.lora.quantize}: relative error {error:.4f}"

@@ -115,7 +115,7 @@ class Trainer:
             assert self.record is not None
             best = {"best_step": self.record.best_step, "best_loss": self.record.best_loss}
             self.emit("early_stop", self.step, reason=self._early_stop, **best)
-        if self.last_saved_step != self.step and self.step > first:
+        if self.last_saved_step != self.step and self.step > first and self.job.recipe.checkpoint.save:
             self._save(blocking=True)
         self.watchdog.heartbeat(self.step, "checkpoint")
         self.writer.wait()
@@ -310,7 +310,8 @@ class Trainer:
 
     def _checkpoint_due(self) -> bool:
         every = self.job.recipe.checkpoint.every
-        return every is not None and self.step % every == 0 and self.step < self.job.steps
+        saves = self.job.recipe.checkpoint.save
+        return saves and every is not None and self.step % every == 0 and self.step < self.job.steps
 
     def _validation_due(self) -> bool:
         return any(self._is_due(name) for name in self.job.validations)

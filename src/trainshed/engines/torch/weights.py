@@ -16,7 +16,7 @@ from trainshed.checkpoints.base import BaseWeights
 from trainshed.engines.torch.model import ParameterShard, QuantizedShard, RankModel, model_parallel_box
 from trainshed.models.hf_tensors import row_interleaving
 from trainshed.models.init import init_parameter
-from trainshed.models.parameters import Parameter, parameters
+from trainshed.models.parameters import Parameter, is_unused_mtp, parameters
 from trainshed.models.quantization import dequantize_rows, quantize_rows
 from trainshed.recipe import ModelConfig
 
@@ -38,15 +38,22 @@ def init_model(model: RankModel, seed: int) -> None:
 
 
 @torch.no_grad()
-def load_base_weights(model: RankModel, base: BaseWeights) -> float | None:
+def load_base_weights(model: RankModel, base: BaseWeights, seed: int) -> float | None:
     """Fill this rank's own weights of the model from base weights; adapters are left as they are.
 
-    Returns the relative error of quantised weights, None without any.
+    Layers for multi-token prediction that the base does not have are fresh, from the seed. Returns the relative error
+    of quantised weights, None without any.
     """
-    with base.open(model.config, model.added) as weights:
+    config = model.config
+    if config.mtp_layers:
+        config = config.with_mtp_layers(min(config.mtp_layers, base.mtp_layers))
+    with base.open(config, model.added) as weights:
         if model.lora is None:
             for shard in (*model.shards, *model.frozen_shards):
-                _fill_shard(shard, model, weights.read)
+                if is_unused_mtp(config, shard.name):
+                    init_parameter(shard.local_tensor, shard.parameter, shard.offset, model.config, seed)
+                else:
+                    _fill_shard(shard, model, weights.read)
             return None
         return fill_frozen(model, weights.read)
 

@@ -128,13 +128,13 @@ def adapter_problems(task: EngineTask, builder: TorchtuneBuilder | None) -> Iter
     if task.recipe.checkpoint.every not in (None, Checkpoint.model_fields["every"].default):
         yield Problem(
             ("checkpoint", "every"),
-            "torchtune 0.7.0's LoRA recipe fails when it saves by steps: it saves after every pass over the data",
+            "torchtune's LoRA recipe saves after every pass over the data: that of 0.7.0 fails when it saves by steps",
             "every: null, or engine: torch",
         )
     if task.recipe.train.optimizer.clip is not None and task.layout.dp == 1:
         yield Problem(
             ("train", "optimizer", "clip"),
-            "torchtune 0.7.0's LoRA recipe clips gradients that several GPUs share, and fails with one",
+            "torchtune's LoRA recipe clips gradients that several GPUs share, and fails with one",
             "clip: null, or engine: torch",
         )
     if lora.rslora:

@@ -283,6 +283,8 @@ def dataset_problems(recipe: Recipe) -> Iterator[Problem]:
     for source, path in sources:
         yield from _source_problems(source, path)
         yield from _column_problems(recipe, source, path)
+        if source.limit is not None:
+            yield Problem((*path, "limit"), "torchtune reads all files of a source", "delete it, or name fewer files")
     yield from _unread_key_problems(recipe)
     if data.split is not None:
         if any(100 * part % 1 > 1e-9 for part in (data.split.train, data.split.validation)):

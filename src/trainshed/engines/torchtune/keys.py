@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from pathlib import Path
+from operator import index
 from typing import Any
 
 from trainshed.catalog import model_preset
@@ -23,7 +23,7 @@ from trainshed.engines.key_table import (
     same,
     to_floats,
 )
-from trainshed.engines.keys import KnownKeys, format_value
+from trainshed.engines.keys import format_value
 from trainshed.engines.launch import EngineTask
 from trainshed.engines.profiles import profiles, task_profile
 from trainshed.engines.torchtune.adapters import ADAPTER_ROWS, has_adapters, read_saving, trains_adapters
@@ -43,9 +43,11 @@ from trainshed.engines.torchtune.dataset import (
     split_text,
     validates,
 )
+from trainshed.engines.torchtune.versions import SOURCE_VERSION, VERSIONS, torchtune_version
 from trainshed.run_folder import PROFILE
 
-TORCHTUNE_KEYS = KnownKeys("torchtune 0.7.0", Path(__file__).with_name("keys-0.7.0.yaml"))
+_FROM_SOURCE = (SOURCE_VERSION,)
+"""Rows of keys that only torchtune's last state reads."""
 _STORE = "the cluster's store"
 _PLACES = "places come from the cluster file"
 
@@ -165,9 +167,14 @@ def _read_schedule(config: ConfigImport) -> Any:
     return OMIT
 
 
+def _whole_tp(tensor_parallel_dim: int) -> int:
+    # ml-cookbook's README writes 0 for no tensor parallel, which torchtune itself fails at.
+    return index(tensor_parallel_dim) or 1
+
+
 def _read_global_batch(config: ConfigImport) -> int:
     """Return the global batch; torchtune counts the accumulation steps of one replica."""
-    tp, micro_batch = config.get("tensor_parallel_dim", 1), config.get("batch_size", 1)
+    tp, micro_batch = _whole_tp(config.get("tensor_parallel_dim", 1)), config.get("batch_size", 1)
     accumulation = config.get("gradient_accumulation_steps", 1)
     if config.gpus is None:
         config.ask(
@@ -253,7 +260,7 @@ def _sharded_layers(tied: bool) -> list[str]:
 # What is written whatever the recipe says: the values of ml-cookbook's Slurm recipe.
 _CHOSEN_ROWS = (
     choice("shuffle", True),
-    choice("loss._component_", "torchtune.modules.loss.LinearCrossEntropyLoss"),
+    *(choice("loss._component_", torchtune_version(name).loss, versions=(name,)) for name in VERSIONS),
     choice("device", "cuda"),
     KeyRow(
         ("compile",),
@@ -264,7 +271,7 @@ _CHOSEN_ROWS = (
     ),
     choice("log_every_n_steps", 1),
     choice("log_peak_memory_stats", True),
-    choice("log_level", "INFO"),
+    choice("log_level", "INFO", versions=_FROM_SOURCE),
     choice("profiler._component_", "torchtune.training.setup_torch_profiler"),
     choice("save_adapter_weights_only", True, when=trains_adapters),
     choice("model.apply_lora_to_output", False, when=trains_adapters),
@@ -320,12 +327,13 @@ TORCHTUNE_TABLE = KeyTable(
             ("checkpointer.checkpoint_dir",), "model.from", lambda task: f"{task.site.input_folder}/base", read_base
         ),
         KeyRow(("checkpointer.output_dir",), _STORE, lambda task: f"{task.site.run_folder}/checkpoints", drop=_PLACES),
-        same("checkpointer.keep_last_n_checkpoints", "checkpoint.keep"),
+        same("checkpointer.keep_last_n_checkpoints", "checkpoint.keep", versions=_FROM_SOURCE),
         KeyRow(
             ("save_every_n_steps",),
             "checkpoint.every",
             lambda task: None if trains_adapters(task) else task.recipe.checkpoint.every,
             read_saving,
+            versions=_FROM_SOURCE,
         ),
         KeyRow(
             ("metric_logger._component_",),
@@ -374,6 +382,7 @@ TORCHTUNE_TABLE = KeyTable(
             lambda task: task.recipe.data.validation.every if task.recipe.data.validation else None,
             read_validation,
             decided_by="data.validation.every",
+            versions=_FROM_SOURCE,
         ),
         KeyRow(
             ("dataset_val._component_",),
@@ -478,7 +487,7 @@ TORCHTUNE_TABLE = KeyTable(
             "follows layout.micro_batch",
             when=validates,
         ),
-        same("tensor_parallel_dim", "layout.tp", default=1, when=_trains_weights),
+        same("tensor_parallel_dim", "layout.tp", default=1, to_recipe=_whole_tp, when=_trains_weights),
         follows(
             "tensor_parallel_plan._component_",
             "layout.tp",
@@ -492,8 +501,16 @@ TORCHTUNE_TABLE = KeyTable(
             lambda task: task.layout.dp,
             "layout.dp: what tp leaves",
             when=_trains_weights,
+            versions=_FROM_SOURCE,
         ),
-        same("data_parallel_replicate_dim", "layout.replicate", default=1, unless=1, when=_trains_weights),
+        same(
+            "data_parallel_replicate_dim",
+            "layout.replicate",
+            default=1,
+            unless=1,
+            when=_trains_weights,
+            versions=_FROM_SOURCE,
+        ),
         KeyRow(("profiler.enabled",), "observe.profile", profiles, _read_profiler),
         KeyRow(
             ("profiler.output_dir",),

@@ -11,19 +11,19 @@ from typing import Any
 
 from trainshed.engines.key_table import budget_problems, unhonoured_problems
 from trainshed.engines.keys import added_arguments, argument_problems, to_yaml
-from trainshed.engines.launch import EngineLaunch, EngineTask
+from trainshed.engines.launch import EngineLaunch, EngineTask, ImageExpectation
 from trainshed.engines.profiles import profile_problems
 from trainshed.engines.torchtune.adapters import adapter_problems
 from trainshed.engines.torchtune.builders import TorchtuneBuilder, builder_of, known_presets, task_builder
 from trainshed.engines.torchtune.dataset import dataset_problems
-from trainshed.engines.torchtune.keys import TORCHTUNE_KEYS, TORCHTUNE_TABLE
+from trainshed.engines.torchtune.keys import TORCHTUNE_TABLE
+from trainshed.engines.torchtune.versions import SOURCE_VERSION, VERSIONS, TorchtuneVersion, recipe_version
 from trainshed.errors import RecipeError
 from trainshed.plan import layout_problems
-from trainshed.recipe import TrainedTokenizer
+from trainshed.recipe import Checkpoint, TrainedTokenizer
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
 
-TORCHTUNE_VERSION = "0.7.0"
 CONFIG_FILE = "torchtune.yaml"
 START_FILE = "start_torchtune.py"
 _ENVIRONMENT = {
@@ -37,18 +37,18 @@ _ENVIRONMENT = {
 def torchtune_launch(task: EngineTask) -> EngineLaunch:
     """Return how torchtune is started for a task."""
     recipe, site = task.recipe, task.site
-    version = recipe.engine.version or TORCHTUNE_VERSION
-    if version != TORCHTUNE_VERSION:
+    if recipe.engine.version not in (None, *VERSIONS):
         raise RecipeError(
-            f"torchtune {version} is not known here",
+            f"torchtune {recipe.engine.version} is not known here",
             where=recipe.where("engine.version"),
-            hint=f'version: "{TORCHTUNE_VERSION}"',
+            hint=" or ".join(f'version: "{version}"' for version in VERSIONS),
         )
+    version = recipe_version(recipe)
     problems = list(task_problems(task))
     if problems:
         raise recipe_error(problems, recipe.places)
     name = "full_finetune_distributed" if recipe.train.lora is None else "lora_finetune_distributed"
-    heading = f"torchtune {TORCHTUNE_VERSION}, {name}, written by Trainshed for {recipe.name}."
+    heading = f"torchtune {version.name}, {name}, written by Trainshed for {recipe.name}."
     return EngineLaunch(
         program=f"{site.job_folder}/{START_FILE}",
         arguments=(
@@ -57,7 +57,8 @@ def torchtune_launch(task: EngineTask) -> EngineLaunch:
             f"{site.input_folder}/base",
             f"{site.run_folder}/checkpoints",
             recipe.checkpoint.resume,
-            *_counted_length(task),
+            f"version={version.name}",
+            _length(task),
             *_profiled_ranks(task),
         ),
         files={
@@ -66,16 +67,23 @@ def torchtune_launch(task: EngineTask) -> EngineLaunch:
         },
         environment=_ENVIRONMENT,
         inputs=("tokenizer", "base-hf"),
+        saves_when_stopped=False,
+        expects=ImageExpectation(
+            ("torch", "torchao", "torchtune"),
+            "torchtune",
+            version.name,
+            parser="torchtune",
+            config=CONFIG_FILE,
+            program_in_image=False,
+        ),
         notes=tuple(_notes(task)),
     )
 
 
-def _counted_length(task: EngineTask) -> tuple[str, ...]:
-    """Return the length of a run that only the job can put into epochs, since it counts the data."""
+def _length(task: EngineTask) -> str:
+    """Return the length of a run, which only the job can put into passes, since it counts the data."""
     epochs = task.recipe.train.epochs
-    if epochs is None:
-        return (f"steps={task.steps}",)
-    return () if epochs.is_integer() else (f"epochs={epochs}",)
+    return f"steps={task.steps}" if epochs is None else f"epochs={epochs:g}"
 
 
 def _profiled_ranks(task: EngineTask) -> tuple[str, ...]:
@@ -87,8 +95,9 @@ def _profiled_ranks(task: EngineTask) -> tuple[str, ...]:
 def torchtune_config(task: EngineTask) -> dict[str, Any]:
     """Return the configuration by dotted key; the program that starts it adds what only the job can know."""
     recipe = task.recipe
-    settings = TORCHTUNE_TABLE.render(task)
-    problems = list(argument_problems(recipe.engine.args, TORCHTUNE_KEYS, settings))
+    version = recipe_version(recipe)
+    settings = TORCHTUNE_TABLE.render(task, version.name)
+    problems = list(argument_problems(recipe.engine.args, version.keys, settings))
     if problems:
         raise recipe_error(problems, recipe.places)
     extra = added_arguments(recipe.engine.args, settings)
@@ -112,10 +121,11 @@ def _sort_sections(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _notes(task: EngineTask) -> list[str]:
-    train = task.recipe.train
+    train, version = task.recipe.train, recipe_version(task.recipe)
     notes = [
         "torchtune is no longer maintained (its README, 2025): prefer engine: torch where it can do the same",
         "torchtune tokenises while the GPUs are held, orders samples its own way, and does not stop at a NaN",
+        "torchtune saves nothing when it is asked to stop: a new start goes on from its last checkpoint",
     ]
     if train.precision != "fp32":
         notes.append("torchtune keeps weights and optimiser states in bf16: `precision: fp32` keeps them in fp32")
@@ -133,7 +143,9 @@ def _notes(task: EngineTask) -> list[str]:
         notes.append("torchtune puts `data.system` in the place of system prompts that the data has")
     if data.train_on == "all":
         notes.append("torchtune never learns system prompts, with `train_on: all` neither")
-    if train.lora is not None:
+    if not version.saves_by_steps:
+        notes.append(f"torchtune {version.name} saves after every pass over the data, and keeps all of its checkpoints")
+    elif train.lora is not None:
         notes.append("torchtune saves adapters after every pass over the data, not every so many steps")
     if task.recipe.data.validation is not None:
         notes.append("torchtune validates on all of the validation data, not on `batches` of it")
@@ -166,9 +178,52 @@ def task_problems(task: EngineTask) -> Iterator[Problem]:
     )
     yield from dataset_problems(recipe)
     yield from _training_problems(task)
+    yield from _version_problems(task, recipe_version(recipe), builder)
     if builder is not None:
         yield from _builder_problems(task, builder)
     yield from adapter_problems(task, builder)
+
+
+def _version_problems(
+    task: EngineTask, version: TorchtuneVersion, builder: TorchtuneBuilder | None
+) -> Iterator[Problem]:
+    """Yield what a version does not have, and torchtune's last state does."""
+    recipe = task.recipe
+    usual = {name: field.default for name, field in Checkpoint.model_fields.items()}
+    absent = (
+        (
+            recipe.data.validation is not None and not version.validates,
+            ("data", "validation"),
+            "validation during a run",
+        ),
+        (
+            recipe.train.lora is None
+            and recipe.checkpoint.every not in (None, usual["every"])
+            and not version.saves_by_steps,
+            ("checkpoint", "every"),
+            "checkpoints by steps: it saves after every pass over the data",
+        ),
+        (
+            recipe.checkpoint.keep not in (None, usual["keep"]) and not version.removes_old_checkpoints,
+            ("checkpoint", "keep"),
+            "way to remove old checkpoints",
+        ),
+        (recipe.train.precision == "fp8" and not version.has_fp8, ("train", "precision"), "fp8"),
+        (task.layout.replicate > 1 and not version.has_replicas, ("layout", "replicate"), "replicas of its shards"),
+        (
+            builder is not None and builder.module in version.without_models,
+            ("model",),
+            f"builder of {'' if builder is None else builder.preset}",
+        ),
+    )
+    for is_asked, path, what in absent:
+        if is_asked:
+            yield Problem(
+                path,
+                f"torchtune {version.name} has no {what}",
+                f'delete it, or write engine: {{name: torchtune, version: "{SOURCE_VERSION}"}}, which is installed '
+                "from its source",
+            )
 
 
 def _builder_problems(task: EngineTask, builder: TorchtuneBuilder) -> Iterator[Problem]:

@@ -22,6 +22,7 @@ from trainshed.launch.rendezvous import (
     NodeEnv,
     Rendezvous,
     startup_phases,
+    unused_port,
 )
 from trainshed.observe.event_log import read_events
 from trainshed.observe.events import EventWriter
@@ -171,10 +172,13 @@ class Leader:
         write_plan(store, attempt, self._layout, self._reasons, predicted=predicted)
         self._orders += 1
         host, port = self._node_env.master
-        if training[0] != 0:
-            host = self._joined[training[0]].host
         # Not the port of the previous attempt: a rank that was killed may hold it a little longer.
-        order = AgentOrder(self._orders, attempt, training, (host, port + self._orders - 1))
+        port += self._orders - 1
+        if training[0] == 0:
+            port = unused_port(port)  # rank 0 is on this node, which others may use too
+        else:
+            host = self._joined[training[0]].host
+        order = AgentOrder(self._orders, attempt, training, (host, port))
         records = AttemptRecords(self._run, attempt)
         per_node = self._stage.ranks_per_node
         lines = records.write_hosts(self._node_env.start, order, self._joined, self._bad_slots, per_node)
@@ -294,6 +298,7 @@ def plan_for_fewer_nodes(
     config = recipe.model.config
     if config is None:
         return f"{left}, and the architecture to plan them for is not known"
+    config = recipe.trained_architecture(config)
     ramp = recipe.train.batch_ramp
     schedule = BatchSchedule(
         recipe.train.global_batch, BatchRampUp(ramp.start, ramp.increment, ramp.samples) if ramp is not None else None

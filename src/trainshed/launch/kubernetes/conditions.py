@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainshed.launch.kubernetes.objects import KUEUE, MAX_RESTARTS_ANNOTATION, RESTARTS_ANNOTATION, KubeObject
+from trainshed.launch.kubernetes.kinds import KUEUE, MAX_RESTARTS_ANNOTATION, RESTARTS_ANNOTATION, KubeObject
 
 ObjectPhase = Literal["suspended", "active", "serving", "done", "failed"]
 

@@ -1,34 +1,47 @@
 """The driver: runs in a small pod, and creates each stage when the one before it has succeeded.
 
 It may be killed and restarted at any moment: applying the same object again changes nothing, and a stage that has
-succeeded is not waited for.
+succeeded is not waited for. The stages belong to the ConfigMap with their manifests, so that they are deleted with it
+(`trainshed cancel`, `helm uninstall`). A stage that another such ConfigMap left (`helm upgrade`) is replaced.
+
+It is sent as a program that runs in any image with Python 3.8 (`driver_program.py`), without a package besides.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainshed.errors import InputError, TrainshedError
-from trainshed.launch.kubernetes.api import ApiForbidden, KubeApi
+from trainshed.launch.kubernetes.api import ApiForbidden, KubeApi, connect_in_cluster
 from trainshed.launch.kubernetes.conditions import deadline_exceeded, object_status, should_recreate
-from trainshed.launch.kubernetes.objects import (
+from trainshed.launch.kubernetes.kinds import (
+    CONFIG_MAP,
     DEPLOYMENT,
-    INSTANCE_LABEL,
     JOB,
     MAX_RESTARTS_ANNOTATION,
     POD,
     RESTARTED_UID_ANNOTATION,
     RESTARTS_ANNOTATION,
     SERVICE,
+    STAGES_FILE,
+    KubeKind,
     KubeObject,
-    read_documents,
+    kind_named,
     split_documents,
 )
 from trainshed.launch.kubernetes.status import is_placed, list_job_objects, stage_states
-from trainshed.reporting import SILENT, Reporter
+from trainshed.reporting import SILENT
+
+if TYPE_CHECKING:
+    from trainshed.reporting import Reporter
 
 POLL_SECONDS = 15.0
 API_RETRY_SECONDS = 900.0
@@ -36,26 +49,92 @@ API_RETRY_SECONDS = 900.0
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class DrivenStage:
+    """A stage of `STAGES_FILE`: its manifests, and the objects in them as Kind/name."""
+
+    stage: str
+    file: str
+    job: str
+    objects: tuple[str, ...]
+
+
+def read_stages(manifests: Path) -> list[DrivenStage]:
+    """Read which stages a folder of manifests holds, in their order."""
+    body: list[dict[str, Any]] = json.loads((manifests / STAGES_FILE).read_text(encoding="utf-8"))
+    return [DrivenStage(stage["stage"], stage["file"], stage["job"], tuple(stage["objects"])) for stage in body]
+
+
 def drive(
     api: KubeApi,
     manifests: Path,
     *,
+    owner: str | None = None,
     reporter: Reporter = SILENT,
     poll_seconds: float = POLL_SECONDS,
     api_retry_seconds: float = API_RETRY_SECONDS,
 ) -> None:
-    """Create the stages of a folder of manifests in the order of their names; raises the error of one that fails."""
+    """Create the stages of a folder of manifests in order; raises the error of one that fails.
+
+    `owner` is the ConfigMap that the manifests are from.
+    """
     retry = _ApiRetry(api_retry_seconds, poll_seconds, reporter)
-    for file in sorted(manifests.glob("*.yaml")):
-        stage = file.stem.partition("-")[2]
-        text = file.read_text(encoding="utf-8")
-        stage_documents = split_documents(text)
-        object_id = [retry.call(api.apply, document) for document in stage_documents][-1]
-        job = read_documents(text)[-1]["metadata"]["labels"][INSTANCE_LABEL]
+    creator = _StageCreator(api, owner, retry, reporter, poll_seconds)
+    for driven in read_stages(manifests):
+        stage, documents = driven.stage, split_documents((manifests / driven.file).read_text(encoding="utf-8"))
+        if len(documents) != len(driven.objects):
+            raise TrainshedError(f"{driven.file} has {len(documents)} objects, and {STAGES_FILE} another number")
+        for object_id, document in zip(driven.objects, documents):  # noqa: B905 (Python 3.8 has no `strict`)
+            creator.create(stage, object_id, document)
+        object_id = driven.objects[-1]
         reporter.note(f"{stage}: {object_id} is created")
-        restarter = _JobRestarter(api, stage, stage_documents[-1], retry, reporter, poll_seconds)
-        _wait_for_stage(api, job, stage, object_id, retry, reporter, poll_seconds, restarter)
+        restarter = _JobRestarter(api, stage, documents[-1], retry, reporter, poll_seconds)
+        _wait_for_stage(api, driven.job, stage, object_id, retry, reporter, poll_seconds, restarter)
         reporter.note(f"{stage}: {'serves' if object_id.startswith(DEPLOYMENT.name) else 'done'}")
+
+
+class _StageCreator:
+    """Applies the objects of stages, and gives them to their owner."""
+
+    def __init__(
+        self, api: KubeApi, owner: str | None, retry: _ApiRetry, reporter: Reporter, poll_seconds: float
+    ) -> None:
+        self._api, self._retry, self._reporter = api, retry, reporter
+        self._poll_seconds = min(1.0, poll_seconds)
+        self._owner: KubeObject | None = None
+        if owner is not None:
+            self._owner = retry.call(api.get, CONFIG_MAP, owner)
+            if self._owner is None:
+                raise TrainshedError(f"the ConfigMap {owner} is gone: the job was deleted", where=api.namespace)
+            self._owner = {"apiVersion": CONFIG_MAP.api_version, "kind": CONFIG_MAP.name, **self._owner}
+
+    def create(self, stage: str, object_id: str, document: str) -> None:
+        """Apply one object; one of an earlier release is deleted first, with its pods."""
+        word, _, name = object_id.partition("/")
+        kind = kind_named(word)
+        if self._owner is not None:
+            self._remove_replaced(stage, kind, name, self._owner["metadata"]["uid"])
+        self._retry.call(self._api.apply_as, kind, name, document)
+        if self._owner is not None:
+            self._retry.call(self._api.own, kind, name, self._owner)
+
+    def _remove_replaced(self, stage: str, kind: KubeKind, name: str, owner_uid: str) -> None:
+        reported = False
+        while True:
+            there = self._retry.call(self._api.get, kind, name)
+            if there is None:
+                return
+            metadata = there["metadata"]
+            owners = [reference["uid"] for reference in metadata.get("ownerReferences") or ()]
+            is_ending = "deletionTimestamp" in metadata
+            if not is_ending and (not owners or owner_uid in owners):
+                return
+            if not reported:
+                self._reporter.note(f"{stage}: {kind.name}/{name} of an earlier release is replaced")
+                reported = True
+            if not is_ending:
+                self._retry.call(self._api.delete, kind, name)
+            time.sleep(self._poll_seconds)
 
 
 def _wait_for_stage(
@@ -144,7 +223,7 @@ class _JobRestarter:
         # Two pods of one rank would have the same DNS name.
         while self._still_exists(name, uid):
             time.sleep(min(1.0, self._poll_seconds))
-        self._retry.call(self._api.apply, self._document)
+        self._retry.call(self._api.apply_as, JOB, name, self._document)
         self._retry.call(self._api.annotate, JOB, name, {RESTARTS_ANNOTATION: str(count)})
 
     def _restart_count(self, failed_job: KubeObject) -> tuple[int, str]:
@@ -180,3 +259,34 @@ class _ApiRetry:
                     raise
                 self._reporter.warn(f"{error.what}; asking again")
                 time.sleep(self._poll_seconds)
+
+
+class _Lines:
+    """Writes what the driver reports as lines of its log."""
+
+    def note(self, text: str) -> None:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+    warn = note
+    task = SILENT.task
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the driver in its pod; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Creates the stages of a job one after another.")
+    parser.add_argument("--manifests", type=Path, required=True, help="folder with the manifests of the stages")
+    parser.add_argument("--owner", required=True, help="the ConfigMap that they are from")
+    options = parser.parse_args(arguments)
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
+    try:
+        if not host or not port:
+            raise InputError("this is no pod of a cluster", hint="`trainshed submit` makes one that runs this")
+        with connect_in_cluster(host, port) as api:
+            drive(api, options.manifests, owner=options.owner, reporter=_Lines())
+    except TrainshedError as error:
+        place = f"{error.where}: " if error.where else ""
+        hint = f"\n  {error.hint}" if error.hint else ""
+        sys.stderr.write(f"error: {place}{error.what}{hint}\n")
+        return error.exit_code
+    return 0

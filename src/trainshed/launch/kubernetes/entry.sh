@@ -14,19 +14,31 @@ if [ -n "${TRAINSHED_SETUP:-}" ]; then
 fi
 
 python="${TRAINSHED_PYTHON:-python3}"
-pieces="${TRAINSHED_CODE_FOLDER:-/etc/trainshed/code}"
 local="${TRAINSHED_LOCAL_FOLDER:-/var/tmp/trainshed}"
 
-# Our code travels in pieces that ConfigMaps hold; the image needs only what it depends on.
+# Our code: an archive in the store, or a folder of pieces that ConfigMaps hold. The image needs only what it depends on.
 if [ -n "${TRAINSHED_CODE:-}" ]; then
-    unpacked="$local/code"
-    if [ ! -e "$unpacked/.complete" ]; then
-        mkdir -p "$unpacked"
-        cat "$pieces"/piece-* >"$local/$TRAINSHED_CODE"
-        "$python" -m tarfile -e "$local/$TRAINSHED_CODE" "$unpacked"
-        touch "$unpacked/.complete"
+    if [ ! -e "$local/code/.complete" ]; then
+        "$python" - "$TRAINSHED_CODE" "$TRAINSHED_CODE_SHA256" "$local/code" <<'EOF' || exit 1
+import hashlib, io, os, sys, tarfile
+
+source, sha256, folder = sys.argv[1:]
+try:
+    pieces = sorted(name for name in os.listdir(source) if name.startswith("piece-")) if os.path.isdir(source) else [""]
+    data = b"".join(open(os.path.join(source, name) if name else source, "rb").read() for name in pieces)
+except OSError as error:
+    sys.exit("error: our code cannot be read: %s\n  `trainshed submit` puts it there; `render --out DIR` writes it" % error)
+if hashlib.sha256(data).hexdigest() != sha256:
+    sys.exit("error: %s is not the code that this job was written with (sha256 %s)" % (source, sha256))
+os.makedirs(folder, exist_ok=True)
+with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+    if hasattr(tarfile, "data_filter"):  # Python 3.12 warns without it
+        archive.extraction_filter = tarfile.data_filter
+    archive.extractall(folder)
+EOF
+        touch "$local/code/.complete"
     fi
-    export PYTHONPATH="$unpacked${PYTHONPATH:+:$PYTHONPATH}"
+    export PYTHONPATH="$local/code${PYTHONPATH:+:$PYTHONPATH}"
 fi
 
 TRAINSHED_INSTALLED="$(date +%s.%N)"

@@ -2,6 +2,10 @@
 
 `helm template` of the chart gives the objects that `render` prints. To find where each value occurs, the job is
 rendered a second time with placeholders in place of the values; a placeholder is a word that occurs nowhere else.
+
+Helm keeps a release in one Secret of 1 MiB, so our code is not in the chart: `code.yaml` beside it is applied first
+where ConfigMaps bring the code. `helm uninstall` deletes the stages too, since they belong to a ConfigMap of the chart
+(`driver.py`). `helm upgrade` starts another driver, whose name depends on the values: a Job cannot be changed.
 """
 
 from __future__ import annotations
@@ -16,18 +20,23 @@ from typing import Any
 
 from trainshed import __version__
 from trainshed.launch.job import Job
-from trainshed.launch.kubernetes.objects import PLAIN_WORD, RESERVED_WORDS, KubeObject, to_yaml
-from trainshed.launch.kubernetes.render import render
+from trainshed.launch.kubernetes.code import bucket_of_store
+from trainshed.launch.kubernetes.kinds import KubeObject, driver_name
+from trainshed.launch.kubernetes.objects import JOB_FOLDER, PLAIN_WORD, RESERVED_WORDS, is_training, to_yaml
+from trainshed.launch.kubernetes.render import CODE_PART, render
 from trainshed.launch.target import SubmitRequest
 from trainshed.run_folder import RECIPE_FILE
 
 _DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+_IMAGE = {"type": "string", "minLength": 1, "pattern": r"^\S+$"}
 _STEPS_LINE = re.compile(r"(?m)^  steps: ([0-9]+)$")
 FROZEN_VALUE_MESSAGE = (
     "is part of the plan: change the recipe or the cluster file and run `trainshed render --as helm` again; "
     "a chart takes only the values of its values.yaml"
 )
 """The error for every other value."""
+OTHER_GPUS_MESSAGE = "another number needs another plan: `trainshed render RECIPE --on CLUSTER --gpus N --as helm`"
+"""The error for another number of GPUs: Helm prints what a schema allows."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +89,10 @@ def _new_placeholders(text: str) -> _Placeholders:
 
 
 def _image_value(job: Job, placeholders: _Placeholders) -> tuple[Job, _Placeholders]:
-    """The cluster's image; a stage's own image comes from its engine, which is part of the plan."""
+    """The cluster's image."""
     if job.cluster.image is None:
         return job, placeholders
-    schema = {"type": "string", "minLength": 1, "pattern": r"^\S+$", "description": "Container image, best by digest"}
+    schema = _IMAGE | {"description": "Container image, best by digest"}
     placeholders.add(
         "image",
         job.cluster.image,
@@ -91,6 +100,20 @@ def _image_value(job: Job, placeholders: _Placeholders) -> tuple[Job, _Placehold
         {placeholders.placeholder("image"): '{{ include "trainshed.text" .Values.image }}'},
     )
     return _with_cluster(job, image=placeholders.placeholder("image")), placeholders
+
+
+def _engine_image_value(job: Job, placeholders: _Placeholders) -> tuple[Job, _Placeholders]:
+    """The image of a foreign engine; the version that its arguments are of is part of the plan."""
+    images = {stage.image for stage in job.stages if stage.image is not None and stage.serving is None}
+    if len(images) != 1:
+        return job, placeholders
+    (image,) = images
+    schema = _IMAGE | {"description": "Image of the engine: it holds the version that the arguments are of"}
+    name = placeholders.placeholder("engine_image")
+    expression = '{{ include "trainshed.text" .Values.engine_image }}'
+    placeholders.add("engine_image", image, schema, {name: expression})
+    stages = tuple(replace(stage, image=name) if stage.image == image else stage for stage in job.stages)
+    return replace(job, stages=stages), placeholders
 
 
 def _namespace_and_queue_values(job: Job, placeholders: _Placeholders) -> tuple[Job, _Placeholders]:
@@ -145,6 +168,31 @@ def _volume_values(job: Job, placeholders: _Placeholders) -> tuple[Job, _Placeho
     return _with_cluster(job, volumes=tuple(volumes)), placeholders
 
 
+def _gpus_value(job: Job, placeholders: _Placeholders) -> tuple[Job, _Placeholders]:
+    """The GPUs of the plan, for people to see: the layout depends on them, so another number needs another plan."""
+    gpus = max((stage.nodes * stage.gpus_per_node for stage in job.stages), default=0)
+    if gpus:
+        schema = {"enum": [gpus, OTHER_GPUS_MESSAGE], "description": "GPUs of training, as planned"}
+        placeholders.add("gpus", gpus, schema, {})
+    return job, placeholders
+
+
+def _arguments_value(job: Job, placeholders: _Placeholders) -> tuple[Job, _Placeholders]:
+    """Further arguments of a foreign engine whose script each pod of the training runs."""
+    if not any(is_training(stage) and stage.script is not None for stage in job.stages):
+        return job, placeholders
+    if job.cluster.on_kubernetes.kind not in ("jobset", "job", "pytorchjob"):
+        return job, placeholders
+    schema = {
+        "type": "array",
+        "items": {"type": "string"},
+        "description": "Further arguments of the engine, after those of the plan; not checked before it starts. "
+        "Each is a text: --set-string 'arguments={--log-interval,1}'",
+    }
+    placeholders.add("arguments", [], schema, {})
+    return job, placeholders
+
+
 def _steps_value(job: Job, placeholders: _Placeholders) -> tuple[Job, _Placeholders]:
     """The steps of a training with our own engine; other engines have them in their arguments."""
     recipe = job.files.get(RECIPE_FILE, "")
@@ -175,8 +223,11 @@ def _label_values(job: Job, placeholders: _Placeholders) -> tuple[Job, _Placehol
 
 _VALUE_BUILDERS: tuple[Callable[[Job, _Placeholders], tuple[Job, _Placeholders]], ...] = (
     _image_value,
+    _engine_image_value,
     _namespace_and_queue_values,
     _volume_values,
+    _gpus_value,
+    _arguments_value,
     _steps_value,
     _label_values,
 )
@@ -198,26 +249,39 @@ _CHANGED_SUFFIX = '{{ include "trainshed.changed" . }}'
 
 
 def write_chart(job: Job, request: SubmitRequest, folder: Path) -> tuple[str, ...]:
-    """Write a chart of what was rendered into a folder; returns notes about it for a person."""
+    """Write a chart of what was rendered into a folder; returns what to do with it, for a person."""
     templated = with_placeholders(job, request.text())
     templated_request = render(templated.job)
     defaults = {value.name: value.default for value in templated.values}
     templates = folder / "templates"
     templates.mkdir(parents=True, exist_ok=True)
+    steps = []
     for part, original in zip(templated_request.parts, request.parts, strict=True):
+        if part.name == CODE_PART:
+            (folder / CODE_PART).write_text(original.text, encoding="utf-8", newline="\n")
+            steps.append(f"kubectl apply -f {folder / CODE_PART}   # our code, for all jobs of the namespace")
+            continue
         text = _keep_config_map_names(original.text, part.text)
-        (templates / part.name).write_text(_template(text, templated), encoding="utf-8")
-    (templates / "_text.tpl").write_text(_text_template() + _changed_template(defaults), encoding="utf-8")
-    (folder / "Chart.yaml").write_text(to_yaml(_chart_metadata(job)), encoding="utf-8")
-    (folder / "values.yaml").write_text(_values_text(templated, defaults), encoding="utf-8")
-    (folder / "values.schema.json").write_text(json.dumps(_values_schema(templated), indent=2) + "\n", encoding="utf-8")
+        (templates / part.name).write_text(_template(text, job, templated), encoding="utf-8", newline="\n")
+    for path, data in request.uploads.items():
+        file = folder / "store" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+        steps.append(f"gcloud storage cp {file} {bucket_of_store(job)}/{path}   # our code")
+    (templates / "_text.tpl").write_text(_text_template() + _changed_template(defaults), encoding="utf-8", newline="\n")
+    (folder / ".helmignore").write_text(f"{CODE_PART}\nstore/\n", encoding="utf-8", newline="\n")
+    (folder / "Chart.yaml").write_text(to_yaml(_chart_metadata(job)), encoding="utf-8", newline="\n")
+    (folder / "values.yaml").write_text(_values_text(templated, defaults), encoding="utf-8", newline="\n")
+    (folder / "values.schema.json").write_text(
+        json.dumps(_values_schema(templated), indent=2) + "\n", encoding="utf-8", newline="\n"
+    )
     size = sum(path.stat().st_size for path in templates.iterdir())
     if 2 * size > MAX_RELEASE_BYTES:
         return (
             f"`helm install` keeps a chart in a Secret of 1 MiB at most, and this one has {size // 1024} KiB: "
             f"helm template {job.name} {folder} | kubectl apply -f -",
         )
-    return ()
+    return (*steps, f"helm install {job.name} {folder}")
 
 
 def _chart_metadata(job: Job) -> KubeObject:
@@ -293,16 +357,30 @@ def _distinct_matches(pattern: str, text: str) -> list[str]:
     return list(dict.fromkeys(re.findall(pattern, text)))
 
 
-def _template(text: str, templated: JobWithPlaceholders) -> str:
+def _template(text: str, job: Job, templated: JobWithPlaceholders) -> str:
     """Escape what looks like a template, then replace placeholders by expressions."""
     text = text.replace("{{", '{{ "{{" }}')
     text = re.sub(r"(-(?:files|stages)-[0-9a-f]{10})(?![0-9a-f])", lambda name: name[1] + _CHANGED_SUFFIX, text)
+    # The driver's own Job: only the objects before it may keep their names.
+    before, driver_job, after = text.rpartition(f"kind: Job\nmetadata:\n  name: {driver_name(job.name)}\n")
+    if driver_job:
+        text = f"{before}{driver_job[:-1]}{_CHANGED_SUFFIX}\n{after}"
+    if any(value.name == "arguments" for value in templated.values):
+        text = _SCRIPT_ARGUMENT.sub(_arguments_template, text)
     placeholder = re.escape(templated.labels_placeholder)
     text = re.sub(rf"(?m)^( *){placeholder}: {placeholder}\n", _labels_template, text)
     for value in templated.values:
         for placeholder, expression in value.placeholders.items():
             text = text.replace(placeholder, expression)
     return text
+
+
+# The script of a foreign engine as an item of a container's `args`.
+_SCRIPT_ARGUMENT = re.compile(rf"(?m)^( *)- {re.escape(JOB_FOLDER)}/train\.sh\n")
+
+
+def _arguments_template(line: re.Match[str]) -> str:
+    return f"{line[0]}{{{{ range .Values.arguments }}}}{line[1]}- {{{{ . | toJson }}}}\n{{{{ end }}}}"
 
 
 def _labels_template(line: re.Match[str]) -> str:

@@ -12,24 +12,14 @@ import time
 from trainshed.errors import TrainshedError
 from trainshed.launch.job import Job, ServingSpec, Stage
 from trainshed.launch.kubernetes.api import KubeApi, connect
-from trainshed.launch.kubernetes.objects import (
-    DEPLOYMENT,
-    JOB,
-    JOB_FOLDER,
-    SERVICE,
-    KubeObject,
-    fit_name,
-    job_metadata,
-    new_object,
-    split_documents,
-    to_documents,
-)
+from trainshed.launch.kubernetes.kinds import DEPLOYMENT, JOB, SERVICE, KubeObject, split_documents
+from trainshed.launch.kubernetes.objects import JOB_FOLDER, job_metadata, new_object, stage_object_name, to_documents
 from trainshed.launch.kubernetes.pod import ContainerOptions, PlannedStage, pod_template, serving_port
 from trainshed.launch.kubernetes.render import plan_stages
 from trainshed.launch.kubernetes.status import list_job_objects, stage_states
 from trainshed.launch.kubernetes.target import delete_job_objects
 from trainshed.launch.kubernetes.workloads import fail_on_wrong_input
-from trainshed.launch.packaging import pack_code
+from trainshed.launch.packaging import job_code
 from trainshed.launch.pages import LOOPBACK, Page, tensorboard_words
 from trainshed.launch.target import RemoteCommand, kubectl_command
 from trainshed.recipe import Cluster, to_yaml
@@ -45,8 +35,8 @@ _MEMORY = "2Gi"
 
 def page_job(cluster: Cluster, page: Page, run: str, job: str | None, port: int) -> Job:
     """Return the job of a page: of one run, or with no `job` of all runs in the store, under the page's own name."""
-    seen = cluster.without_secrets()
-    name = page if job is None else fit_name(job, f"-{page}", 49)
+    seen = _with_code_in_config_maps(cluster.without_secrets())
+    name = page if job is None else stage_object_name(job, page, training=False)
     if page == "tensorboard":
         folder = f"{run}/{TENSORBOARD}" if job is not None else f"{cluster.store_root.rstrip('/')}/runs"
         script = f"exec {shlex.join(tensorboard_words(cluster.python, folder, port))}\n"
@@ -56,12 +46,21 @@ def page_job(cluster: Cluster, page: Page, run: str, job: str | None, port: int)
     words = ("dash", *what, "--host", LOOPBACK, "--no-browser")
     stage = Stage(page, serving=ServingSpec(words=words, port=port), cpus=1, memory=_MEMORY)
     files = {CLUSTER_FILE: to_yaml(seen)}
-    return Job(name=name, run=run, cluster=seen, stages=(stage,), files=files, code=pack_code())
+    return Job(name=name, run=run, cluster=seen, stages=(stage,), files=files, code=job_code(cluster))
+
+
+def _with_code_in_config_maps(cluster: Cluster) -> Cluster:
+    """A page is opened with the permissions of kubectl alone: nothing is put into the store for it."""
+    kubernetes = cluster.on_kubernetes
+    if kubernetes.code == "image":
+        return cluster
+    return cluster.model_copy(update={"kubernetes": kubernetes.model_copy(update={"code": "configmaps"})})
 
 
 def page_objects(job: Job, *, keep: bool) -> list[KubeObject]:
     """Return what is applied: the job's files, and a Job; or a Service and a Deployment, named after the page."""
-    (plan,), content = plan_stages(job)
+    (plan,), config_maps = plan_stages(job)
+    content = [*config_maps.objects, *config_maps.code.objects]
     page = plan.stage.name
     template = pod_template(plan, ContainerOptions(page), restart_policy="Always" if keep else "Never")
     container = template["spec"]["containers"][0]

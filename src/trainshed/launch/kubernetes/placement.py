@@ -8,13 +8,8 @@ from typing import Literal
 from trainshed.catalog import find_gpu, find_machine
 from trainshed.errors import InputError
 from trainshed.launch.job import Stage
-from trainshed.launch.kubernetes.objects import (
-    MAX_RUN_SECONDS_ANNOTATION,
-    PRIORITY_LABEL,
-    QUEUE_LABEL,
-    KubeObject,
-    is_training,
-)
+from trainshed.launch.kubernetes.kinds import MAX_RUN_SECONDS_ANNOTATION, PRIORITY_LABEL, QUEUE_LABEL, KubeObject
+from trainshed.launch.kubernetes.objects import is_training
 from trainshed.recipe import Cluster
 
 CloudProvider = Literal["google", "aws", "azure"]

@@ -1,15 +1,14 @@
 """The pod of a stage: the ConfigMaps it mounts, its variables, and one container with all that the job asks for.
 
-The files of a job and our code are sent in ConfigMaps that are named by a hash of their content. `kubectl apply`
-keeps a copy of each object in an annotation of at most 256 KiB, so no ConfigMap holds more than fits there: files are
-spread over several, and the code is split into pieces. The kubelet puts them together again in one folder.
+The files of a job are sent in ConfigMaps that are named by a hash of their content. `kubectl apply` keeps a copy of
+each object in an annotation of at most 256 KiB, so no ConfigMap holds more than fits there: files are spread over
+several. The kubelet puts them together again in one folder. How our code is sent is in `code.py`.
 
 The value of a variable that the user wrote is never changed, and a secret is only ever a reference.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import re
@@ -18,17 +17,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainshed.catalog import find_machine
 from trainshed.errors import InputError
 from trainshed.launch.fabric import FabricSetup, PodRequirements
-from trainshed.launch.job import DEFAULT_PORT, MASTER_PORT, SETUP_FILE, CodeArchive, Job, ServingSpec, Stage
+from trainshed.launch.job import DEFAULT_PORT, MASTER_PORT, SETUP_FILE, Job, ServingSpec, Stage
+from trainshed.launch.kubernetes.code import CodeDelivery, code_delivery, code_label
+from trainshed.launch.kubernetes.kinds import CONFIG_MAP, KubeObject, fit_name
 from trainshed.launch.kubernetes.objects import (
-    CODE_FOLDER,
-    CONFIG_MAP,
     ENTRY_FILE,
     JOB_FOLDER,
     LOCAL_FOLDER,
-    KubeObject,
-    fit_name,
     is_training,
     job_labels,
     job_metadata,
@@ -41,41 +39,35 @@ from trainshed.recipe import Cluster
 
 MAX_TEXT_BYTES = 200 * 1024
 """The size of the files in one ConfigMap, as JSON."""
-CODE_PIECE_BYTES = 150 * 1024
-"""The size of the code in one ConfigMap: 200 KiB in base64."""
-MAX_CODE_BYTES = 4 * 1024 * 1024
-"""Of all pieces together: our package has a quarter of it; a plugin that ships data belongs into the image."""
 MAX_FILE_BYTES = 1000 * 1024
 """The API server refuses a ConfigMap of more than 1 MiB."""
 _CONFIG_MAP_KEY = re.compile(r"[-_a-zA-Z0-9][-._a-zA-Z0-9]{0,252}")
-_BAKE_IN_HINT = "bake it into the image (`trainshed image build`)"
 
 
 @dataclass(frozen=True)
 class JobConfigMaps:
-    """ConfigMaps, and how pods mount them."""
+    """The ConfigMaps of a job's files, its code, and how pods mount them."""
 
     objects: tuple[KubeObject, ...]
     volumes: tuple[KubeObject, ...]
     mounts: tuple[KubeObject, ...]
+    code: CodeDelivery
 
 
 def job_config_maps(job: Job) -> JobConfigMaps:
-    """Return a job's files and code as ConfigMaps."""
+    """Return a job's files as ConfigMaps, and how its code is sent."""
     files = dict(job.files) | {ENTRY_FILE: entry_script()}
     maps_and_sources = list(_file_config_maps(job, files))
     objects = [config_map for config_map, _ in maps_and_sources]
     volumes: list[KubeObject] = [{"name": "job", "projected": {"sources": [source for _, source in maps_and_sources]}}]
     mounts: list[KubeObject] = [{"name": "job", "mountPath": JOB_FOLDER, "readOnly": True}]
-    if job.code is not None:
-        pieces = list(_code_config_maps(job, job.code))
-        sources = [{"configMap": {"name": piece["metadata"]["name"]}} for piece in pieces]
-        volumes.append({"name": "code", "projected": {"sources": sources}})
-        mounts.append({"name": "code", "mountPath": CODE_FOLDER, "readOnly": True})
-        objects += pieces
+    code = code_delivery(job)
+    if code.volume is not None and code.mount is not None:
+        volumes.append(code.volume)
+        mounts.append(code.mount)
     volumes.append({"name": "local", "emptyDir": {}})
     mounts.append({"name": "local", "mountPath": LOCAL_FOLDER})
-    return JobConfigMaps(tuple(objects), tuple(volumes), tuple(mounts))
+    return JobConfigMaps(tuple(objects), tuple(volumes), tuple(mounts), code)
 
 
 def entry_script() -> str:
@@ -91,7 +83,7 @@ def _file_config_maps(job: Job, files: Mapping[str, str]) -> Iterator[tuple[Kube
         paths = {path if _CONFIG_MAP_KEY.fullmatch(path) else f"path-{index}": path for index, path in enumerate(group)}
         config_map = new_object(
             CONFIG_MAP,
-            job_metadata(job, name, "content"),
+            _labelled(job_metadata(job, name, "content"), code_label(job.code)),
             immutable=True,
             data={key: group[path] for key, path in paths.items()},
         )
@@ -99,6 +91,10 @@ def _file_config_maps(job: Job, files: Mapping[str, str]) -> Iterator[tuple[Kube
         if any(key != path for key, path in paths.items()):
             source["items"] = [{"key": key, "path": path} for key, path in paths.items()]
         yield config_map, {"configMap": source}
+
+
+def _labelled(metadata: KubeObject, labels: Mapping[str, str]) -> KubeObject:
+    return metadata | {"labels": metadata["labels"] | dict(labels)}
 
 
 def _group_files(job: Job, files: Mapping[str, str]) -> Iterator[dict[str, str]]:
@@ -119,23 +115,6 @@ def _group_files(job: Job, files: Mapping[str, str]) -> Iterator[dict[str, str]]
         group[name] = files[name]
         group_bytes += size
     yield group
-
-
-def _code_config_maps(job: Job, code: CodeArchive) -> Iterator[KubeObject]:
-    if len(code.data) > MAX_CODE_BYTES:
-        raise InputError(
-            f"the code has {len(code.data) // 1024} KiB, and ConfigMaps carry {MAX_CODE_BYTES // 1024} at most",
-            where=job.cluster.where("image"),
-            hint=_BAKE_IN_HINT,
-        )
-    for number, start in enumerate(range(0, len(code.data), CODE_PIECE_BYTES)):
-        piece = base64.b64encode(code.data[start : start + CODE_PIECE_BYTES]).decode()
-        yield new_object(
-            CONFIG_MAP,
-            job_metadata(job, fit_name(job.name, f"-code-{code.sha256[:10]}-{number}"), "content"),
-            immutable=True,
-            binaryData={f"piece-{number:03d}": piece},
-        )
 
 
 def escape_var_references(text: str) -> str:
@@ -208,9 +187,8 @@ class PlannedStage:
 
     @property
     def mounts_code(self) -> bool:
-        """Whether pods unpack our code; a foreign engine's image does not need it, unless Ray starts the engine."""
-        by_ray = is_training(self.stage) and self.job.cluster.on_kubernetes.kind == "rayjob"
-        return self.job.code is not None and (self.stage.script is None or by_ray)
+        """Whether pods unpack our code: a foreign engine's image runs nothing of ours but files of the job."""
+        return self.job.code is not None and self.stage.script is None
 
     @property
     def pods(self) -> int:
@@ -248,6 +226,8 @@ class ContainerOptions:
     """Further variables."""
     env_references: Sequence[KubeObject] = ()
     """Variables that refer to a field, a label or a secret."""
+    uploads: bool = True
+    """Whether a sidecar copies checkpoints, where the stage asks for it: the first pod's does."""
 
 
 def plan_stage(
@@ -295,7 +275,7 @@ def stage_image(job: Job, stage: Stage | None = None) -> str:
 def pod_template(plan: PlannedStage, container: ContainerOptions, *, restart_policy: str = "Never") -> KubeObject:
     """Return the template of a stage's pods."""
     cluster, needs = plan.job.cluster, plan.fabric_needs
-    storage = pod_volumes(cluster)
+    storage = pod_volumes(cluster, host_network=uses_host_network(plan))
     memory_volume, _ = shared_memory_volume(cluster.limits.shared_memory)
     annotations = (
         plan.placement.pod_annotations
@@ -322,16 +302,56 @@ def pod_template(plan: PlannedStage, container: ContainerOptions, *, restart_pol
     spec |= plan.placement.pod_spec
     if needs.tolerations:
         spec["tolerations"] = [*spec.get("tolerations", ()), *needs.tolerations]
-    # A server does not talk to other nodes, and two on one node would use the same port.
-    if (cluster.on_kubernetes.host_network or needs.host_network) and plan.stage.serving is None:
+    if uses_host_network(plan):
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if needs.resource_claims:
         spec["resourceClaims"] = list(needs.resource_claims)
-    if needs.init_containers:
-        spec["initContainers"] = list(needs.init_containers)
+    init_containers = [with_resources(dict(needed)) for needed in needs.init_containers]
+    if plan.stage.uploads and container.uploads:
+        init_containers.append(upload_sidecar(plan))
+    if init_containers:
+        spec["initContainers"] = init_containers
     spec["containers"] = [main_container(plan, container)]
     spec["volumes"] = [*config_map_volumes(plan), *storage.volumes, memory_volume, *needs.volumes]
     return {"metadata": metadata, "spec": spec}
+
+
+def uses_host_network(plan: PlannedStage) -> bool:
+    """Whether pods use the node's network: only those of a training talk to other nodes.
+
+    Two servers or CPU stages on one node would use the same port, and lack the identity of their service account.
+    """
+    wanted = plan.job.cluster.on_kubernetes.host_network or plan.fabric_needs.host_network
+    return bool(wanted) and is_training(plan.stage)
+
+
+UPLOAD_CONTAINER = "upload"
+_UPLOAD_RESOURCES: KubeObject = {
+    "requests": {"cpu": "500m", "memory": "1Gi"},
+    "limits": {"cpu": "8", "memory": "8Gi"},
+}
+"""Sixteen files at a time, in pieces of some megabytes."""
+
+
+def upload_sidecar(plan: PlannedStage) -> KubeObject:
+    """Return the container that copies checkpoints to the bucket while the engine trains, in our own image.
+
+    An init container that is always restarted is a sidecar: it starts before the engine and ends after it.
+    """
+    cluster, code = plan.job.cluster, plan.config_maps.code
+    words = [cluster.python, "-P", "-m", "trainshed", "worker", "upload", "--follow", "--job", JOB_FOLDER]
+    values = entry_env_vars(cluster) | dict(code.environment) | cluster.environment
+    return {
+        "name": UPLOAD_CONTAINER,
+        "image": stage_image(plan.job),
+        "restartPolicy": "Always",
+        "command": ["bash", f"{JOB_FOLDER}/{ENTRY_FILE}"],
+        "args": [escape_var_references(word) for word in words],
+        "env": [*env_vars(values), *secret_env_vars(cluster)],
+        "resources": _UPLOAD_RESOURCES,
+        "volumeMounts": [*plan.config_maps.mounts, *pod_volumes(cluster).mounts],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
 
 
 def scrape_annotations(stage: Stage) -> dict[str, str]:
@@ -372,8 +392,8 @@ def container_env(plan: PlannedStage, container: ContainerOptions) -> list[KubeO
     """Return the variables of the container: ours, the cluster's, the stage's, and references to secrets."""
     cluster, stage = plan.job.cluster, plan.stage
     values = entry_env_vars(cluster)
-    if plan.job.code is not None and plan.mounts_code:
-        values["TRAINSHED_CODE"] = plan.job.code.name
+    if plan.mounts_code:
+        values |= plan.config_maps.code.environment
     if is_training(stage):
         values |= {"NNODES": str(stage.nodes), "MASTER_PORT": str(MASTER_PORT)}
     if stage.serving is not None and stage.script is not None:
@@ -391,18 +411,49 @@ def entry_env_vars(cluster: Cluster) -> dict[str, str]:
 
 
 def container_resources(plan: PlannedStage) -> KubeObject:
-    """Return requests and limits: devices and memory in both, CPUs only as a request."""
+    """Return requests and limits: every pod has both, since a quota refuses pods that lack one.
+
+    A stage that asks for CPUs may use twice as many for a while. A stage with GPUs asks for three quarters of its share
+    of the node by default: the rest is for the node's own pods and the sidecars. It may use the whole share.
+    """
     cluster, stage = plan.job.cluster, plan.stage
-    limits = cluster.limits
     devices: KubeObject = {gpu_resource(cluster): str(stage.gpus_per_node)} if stage.gpus_per_node else {}
     devices |= {name: str(count) for name, count in plan.fabric_needs.resources.items()}
-    needs_gpu_node = is_training(stage) or stage.gpus_per_node > 0
-    cpus = stage.cpus or (None if needs_gpu_node else limits.cpu_stage_cpus)
-    memory = stage.memory or (None if needs_gpu_node else limits.cpu_stage_memory)
-    bounds: KubeObject = devices | ({"memory": memory} if memory is not None else {})
-    requests: KubeObject = ({"cpu": str(cpus)} if cpus is not None else {}) | bounds
-    resources: KubeObject = {"requests": requests, "limits": bounds} if requests else {}
+    if stage.gpus_per_node and cluster.gpu_machine is not None:
+        machine = find_machine(cluster.gpu_machine)
+        share = min(1.0, stage.gpus_per_node / machine.gpus)
+        cpus = stage.cpus or max(1, int(machine.cpus * share * _REQUESTED_SHARE))
+        most_cpus = max(cpus, int(machine.cpus * share))
+        memory = stage.memory or f"{int(machine.memory_gib * share * _REQUESTED_SHARE)}Gi"
+        most_memory = stage.memory or f"{int(machine.memory_gib * share)}Gi"
+    else:
+        cpus = stage.cpus or cluster.limits.cpu_stage_cpus
+        memory = most_memory = stage.memory or cluster.limits.cpu_stage_memory
+        most_cpus = 2 * cpus
+    resources: KubeObject = {
+        "requests": {"cpu": str(cpus), "memory": memory} | devices,
+        "limits": {"cpu": str(most_cpus), "memory": most_memory} | devices,
+    }
     return resources | ({"claims": list(plan.fabric_needs.claims)} if plan.fabric_needs.claims else {})
+
+
+_REQUESTED_SHARE = 0.75
+_SETUP_RESOURCES: KubeObject = {
+    "requests": {"cpu": "100m", "memory": "256Mi"},
+    "limits": {"cpu": "4", "memory": "4Gi"},
+}
+"""Of init containers that copy files and end."""
+_SIDECAR_RESOURCES: KubeObject = {
+    "requests": {"cpu": "1", "memory": "1Gi"},
+    "limits": {"cpu": "32", "memory": "64Gi"},
+}
+"""Of a fabric's daemon: its vendor states no figures, so the limits are only there for quotas."""
+
+
+def with_resources(container: KubeObject) -> KubeObject:
+    """Return an init container that has requests and limits."""
+    defaults = _SIDECAR_RESOURCES if container.get("restartPolicy") == "Always" else _SETUP_RESOURCES
+    return container if "resources" in container else container | {"resources": defaults}
 
 
 def fabric_script_file(stage: Stage) -> str:
@@ -412,7 +463,8 @@ def fabric_script_file(stage: Stage) -> str:
 
 def config_map_volumes(plan: PlannedStage) -> list[KubeObject]:
     """Return the volumes of the job's files, and of our code where pods need it."""
-    return [volume for volume in plan.config_maps.volumes if plan.mounts_code or volume["name"] != "code"]
+    has_code = plan.mounts_code or plan.stage.uploads
+    return [volume for volume in plan.config_maps.volumes if has_code or volume["name"] != "code"]
 
 
 def config_map_mounts(plan: PlannedStage) -> list[KubeObject]:

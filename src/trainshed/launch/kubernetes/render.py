@@ -8,39 +8,45 @@ on every GPU node before the job needs it.
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from trainshed.launch.fabric import FabricSetup, fabric_setup
 from trainshed.launch.job import SETUP_FILE, Job, Stage, setup_script
-from trainshed.launch.kubernetes.objects import (
+from trainshed.launch.kubernetes.code import CodeDelivery, bucket_of_store
+from trainshed.launch.kubernetes.driver_program import PROGRAM_FILE, driver_program
+from trainshed.launch.kubernetes.kinds import (
     COMPONENT_LABEL,
     CONFIG_MAP,
     DAEMON_SET,
     DEPLOYMENT,
     DRIVER,
-    ENTRY_FILE,
     EVENT,
     INSTANCE_LABEL,
     JOB,
-    JOB_FOLDER,
-    MAX_RESTARTS_ANNOTATION,
     POD,
     QUEUE_LABEL,
     ROLE,
     ROLE_BINDING,
     SERVICE_ACCOUNT,
+    STAGES_FILE,
     WORKLOAD,
     KubeKind,
     KubeObject,
     driver_name,
     fit_name,
+    kind_of,
+    needs_driver,
+)
+from trainshed.launch.kubernetes.objects import (
+    RAY_DRIVER_FILE,
     is_training,
     job_labels,
     job_metadata,
-    kind_of,
-    needs_driver,
     new_object,
     to_documents,
 )
@@ -49,8 +55,6 @@ from trainshed.launch.kubernetes.pod import (
     FINISHED_TTL_SECONDS,
     JobConfigMaps,
     PlannedStage,
-    entry_env_vars,
-    env_vars,
     escape_var_references,
     fabric_script,
     fabric_script_file,
@@ -94,9 +98,10 @@ def render(job: Job) -> SubmitRequest:
 
     The manifests of several stages are in the driver's ConfigMap, so that `kubectl apply` starts only the driver.
     """
-    plans, objects = plan_stages(job)
+    plans, config_maps = plan_stages(job)
     kubernetes = job.cluster.on_kubernetes
-    parts = [RequestPart("content.yaml", None, to_documents(objects))]
+    parts = [RequestPart("content.yaml", None, to_documents(config_maps.objects))]
+    parts += _code_parts(job, config_maps.code)
     trainings = [plan for plan in plans if is_training(plan.stage)]
     if kubernetes.pre_pull and trainings:
         parts.append(RequestPart("pre-pull.yaml", None, to_documents([pre_pull_daemon_set(job, trainings[0].stage)])))
@@ -107,12 +112,37 @@ def render(job: Job) -> SubmitRequest:
             for name, objects_of_stage in stages.items()
         ]
     else:
-        parts.append(
-            RequestPart(f"{DRIVER}.yaml", None, to_documents(driver_objects(job, plans[0].config_maps, stages)))
-        )
+        program = driver_program_object(job)
+        summary = f"ConfigMap/{program['metadata']['name']}, the driver's program"
+        parts.append(RequestPart(PROGRAM_PART, None, to_documents([program]), summary))
+        parts.append(RequestPart(f"{DRIVER}.yaml", None, to_documents(driver_objects(job, program, stages))))
     notes = [note for plan in trainings for note in plan.fabric.notes]
     notes += [note for plan in trainings for note in _WORKLOAD_NOTES.get(kubernetes.kind, _no_notes)(plan)]
-    return SubmitRequest("kubernetes", job.name, tuple(parts), notes=tuple(dict.fromkeys(notes)))
+    notes += _code_notes(job, config_maps.code)
+    return SubmitRequest(
+        "kubernetes", job.name, tuple(parts), uploads=config_maps.code.uploads, notes=tuple(dict.fromkeys(notes))
+    )
+
+
+def _code_parts(job: Job, code: CodeDelivery) -> list[RequestPart]:
+    """Return the ConfigMaps of our code; they are sent after the job's own, which say that the code is in use."""
+    if not code.objects or job.code is None:
+        return []
+    first, last = code.objects[0]["metadata"]["name"], code.objects[-1]["metadata"]["name"]
+    summary = f"ConfigMap/{first} to {last}, our code (sha256 {job.code.sha256}), for all jobs of the namespace"
+    return [RequestPart(CODE_PART, None, to_documents(code.objects), summary)]
+
+
+def _code_notes(job: Job, code: CodeDelivery) -> list[str]:
+    """Say what must be somewhere before the job is applied by hand."""
+    if code.objects:
+        return [f"{CODE_PART}: `submit` applies our code first; by hand `render --out DIR` and `kubectl apply -f DIR`"]
+    store = bucket_of_store(job)
+    return [
+        f"`submit` puts our code into the store; by hand `render --out DIR` and gcloud storage cp DIR/store/{path} "
+        f"{store}/{path}"
+        for path in code.uploads
+    ]
 
 
 def _no_notes(plan: PlannedStage) -> tuple[str, ...]:
@@ -145,14 +175,18 @@ def _object_ids(stages: Mapping[str, Sequence[KubeObject]]) -> dict[str, str]:
     return {stage: f"{kind_of(obj).name}/{obj['metadata']['name']}" for stage, obj in last_objects.items()}
 
 
-def plan_stages(job: Job) -> tuple[list[PlannedStage], tuple[KubeObject, ...]]:
-    """Return the stages with all that their objects are built from, and the ConfigMaps of the job's files."""
+def plan_stages(job: Job) -> tuple[list[PlannedStage], JobConfigMaps]:
+    """Return the stages with all that their objects are built from, and the ConfigMaps of the job."""
     fabrics = {stage.name: _stage_fabric(job, stage) for stage in job.stages}
     scripts = {
         fabric_script_file(stage): script
         for stage in job.stages
         if (script := fabric_script(fabrics[stage.name], job.cluster, stage)) is not None
     }
+    if job.cluster.on_kubernetes.kind == "rayjob" and any(
+        is_training(stage) and stage.script is not None for stage in job.stages
+    ):
+        scripts[RAY_DRIVER_FILE] = _RAY_SCRIPT.read_text(encoding="utf-8")
     setup = setup_script(job.cluster)
     scripts |= {SETUP_FILE: setup} if setup is not None else {}
     config_maps = job_config_maps(replace(job, files=dict(job.files) | scripts))
@@ -160,7 +194,7 @@ def plan_stages(job: Job) -> tuple[list[PlannedStage], tuple[KubeObject, ...]]:
         plan_stage(job, stage, config_maps, fabrics[stage.name], has_fabric_script=fabric_script_file(stage) in scripts)
         for stage in job.stages
     ]
-    return plans, config_maps.objects
+    return plans, config_maps
 
 
 def _stage_fabric(job: Job, stage: Stage) -> FabricSetup:
@@ -168,9 +202,11 @@ def _stage_fabric(job: Job, stage: Stage) -> FabricSetup:
     return fabric_setup(job.cluster, nodes=stage.nodes + stage.spares if is_training(stage) else 1)
 
 
+_RAY_SCRIPT = Path(__file__).parents[1] / "ray" / "script_driver.py"
+"""A program for Linux: it is read here, never imported."""
 PRE_PULL = "pre-pull"
 _PAUSE_IMAGE = "registry.k8s.io/pause:3.10"
-_PRE_PULL_RESOURCES = {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"memory": "64Mi"}}
+_PRE_PULL_RESOURCES = {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"cpu": "100m", "memory": "64Mi"}}
 
 
 def pre_pull_daemon_set(job: Job, stage: Stage) -> KubeObject:
@@ -196,49 +232,70 @@ def pre_pull_daemon_set(job: Job, stage: Stage) -> KubeObject:
 
 
 MANIFESTS_FOLDER = "/etc/trainshed/manifests"
+PROGRAM_FOLDER = "/etc/trainshed/driver"
+CODE_PART = "code.yaml"
+PROGRAM_PART = "driver-program.yaml"
 _DRIVER_RETRIES = 20
 """Retries of a driver that is evicted or loses the API server for long; a failed stage ends it at once."""
 
 
-def driver_objects(
-    job: Job, config_maps: JobConfigMaps, stages: Mapping[str, Sequence[KubeObject]]
-) -> list[KubeObject]:
+def driver_program_object(job: Job) -> KubeObject:
+    """Return the ConfigMap with the driver's program."""
+    program = driver_program()
+    digest = hashlib.sha256(program).hexdigest()[:10]
+    return new_object(
+        CONFIG_MAP,
+        job_metadata(job, fit_name(job.name, f"-program-{digest}"), DRIVER),
+        immutable=True,
+        binaryData={PROGRAM_FILE: base64.b64encode(program).decode()},
+    )
+
+
+def driver_objects(job: Job, program: KubeObject, stages: Mapping[str, Sequence[KubeObject]]) -> list[KubeObject]:
     """Return the driver's objects; a ConfigMap has the manifests of the stages, in the order of their creation."""
     name = driver_name(job.name)
-    # Numbered, so that sorting by name gives their order.
-    texts = {
-        f"{number:02d}-{stage}.yaml": to_documents(stage_objects)
-        for number, (stage, stage_objects) in enumerate(stages.items())
-    }
+    files = {stage: f"{number:02d}-{stage}.yaml" for number, stage in enumerate(stages)}
+    index = [
+        {
+            "stage": stage,
+            "file": files[stage],
+            "job": job.name,
+            "objects": [f"{obj['kind']}/{obj['metadata']['name']}" for obj in stage_objects],
+        }
+        for stage, stage_objects in stages.items()
+    ]
+    texts = {files[stage]: to_documents(stage_objects) for stage, stage_objects in stages.items()}
+    texts[STAGES_FILE] = json.dumps(index, indent=1) + "\n"
     digest = hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:10]
     manifests = new_object(
         CONFIG_MAP, job_metadata(job, fit_name(job.name, f"-stages-{digest}"), DRIVER), immutable=True, data=texts
     )
     namespace = job.cluster.on_kubernetes.namespace
     objects = [obj for stage_objects in stages.values() for obj in stage_objects]
-    kinds = dict.fromkeys(kind_of(obj) for obj in objects)
-    recreated_names = [
-        obj["metadata"]["name"] for obj in objects if MAX_RESTARTS_ANNOTATION in obj["metadata"].get("annotations", {})
-    ]
     return [
         manifests,
         new_object(SERVICE_ACCOUNT, job_metadata(job, name, DRIVER)),
-        new_object(ROLE, job_metadata(job, name, DRIVER), rules=_rbac_rules(job, list(kinds), recreated_names)),
+        new_object(ROLE, job_metadata(job, name, DRIVER), rules=_rbac_rules(job, objects, manifests)),
         new_object(
             ROLE_BINDING,
             job_metadata(job, name, DRIVER),
             roleRef={"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
             subjects=[{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
         ),
-        _driver_job(job, config_maps, name, manifests["metadata"]["name"]),
+        _driver_job(job, name, manifests["metadata"]["name"], program["metadata"]["name"]),
     ]
 
 
-def _rbac_rules(job: Job, kinds: Sequence[KubeKind], recreated_names: Sequence[str]) -> list[KubeObject]:
-    """Return the driver's permissions: to create and to read what it was given, and nothing else."""
+def _rbac_rules(job: Job, objects: Sequence[KubeObject], manifests: KubeObject) -> list[KubeObject]:
+    """Return the driver's permissions: to create, to read and to replace what it was given, and nothing else."""
+    names: dict[KubeKind, list[str]] = {}
+    for obj in objects:
+        names.setdefault(kind_of(obj), []).append(obj["metadata"]["name"])
+    kinds = list(names)
     rules = [_rbac_rule(kind, "get", "create", "patch") for kind in kinds]
-    # Only its own trainings, to recreate them.
-    rules += [_rbac_rule(JOB, "delete") | {"resourceNames": [name]} for name in recreated_names]
+    # By name: to recreate a training that failed, and to replace what an earlier release left.
+    rules += [_rbac_rule(kind, "delete") | {"resourceNames": kind_names} for kind, kind_names in names.items()]
+    rules.append(_rbac_rule(CONFIG_MAP, "get") | {"resourceNames": [manifests["metadata"]["name"]]})
     rules.append(_rbac_rule(POD, "list"))
     if DEPLOYMENT in kinds:
         rules.append(_rbac_rule(EVENT, "list"))  # only events say that a probe failed
@@ -251,18 +308,20 @@ def _rbac_rule(kind: KubeKind, *verbs: str) -> KubeObject:
     return {"apiGroups": [kind.group], "resources": [kind.plural], "verbs": list(verbs)}
 
 
-def _driver_job(job: Job, config_maps: JobConfigMaps, name: str, manifests: str) -> KubeObject:
+def _driver_job(job: Job, name: str, manifests: str, program: str) -> KubeObject:
     cluster = job.cluster
-    env = entry_env_vars(cluster) | ({"TRAINSHED_CODE": job.code.name} if job.code is not None else {})
-    command = [cluster.python, "-P", "-m", "trainshed", "kubernetes", "drive", "--manifests", MANIFESTS_FOLDER]
+    words = [f"{PROGRAM_FOLDER}/{PROGRAM_FILE}", "--manifests", MANIFESTS_FOLDER, "--owner", manifests]
     container: KubeObject = {
         "name": DRIVER,
         "image": stage_image(job),
-        "command": ["bash", f"{JOB_FOLDER}/{ENTRY_FILE}"],
-        "args": [escape_var_references(word) for word in command],
-        "env": env_vars(env),
-        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "512Mi"}},
-        "volumeMounts": [*config_maps.mounts, {"name": "manifests", "mountPath": MANIFESTS_FOLDER, "readOnly": True}],
+        # Isolated: it needs nothing of the image but Python.
+        "command": [escape_var_references(cluster.python), "-I"],
+        "args": [escape_var_references(word) for word in words],
+        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"cpu": "1", "memory": "512Mi"}},
+        "volumeMounts": [
+            {"name": "program", "mountPath": PROGRAM_FOLDER, "readOnly": True},
+            {"name": "manifests", "mountPath": MANIFESTS_FOLDER, "readOnly": True},
+        ],
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     pod: KubeObject = {"restartPolicy": "Never", "serviceAccountName": name}
@@ -271,7 +330,10 @@ def _driver_job(job: Job, config_maps: JobConfigMaps, name: str, manifests: str)
     if cluster.on_kubernetes.cpu_node_selector:
         pod["nodeSelector"] = dict(cluster.on_kubernetes.cpu_node_selector)
     pod["containers"] = [container]
-    pod["volumes"] = [*config_maps.volumes, {"name": "manifests", "configMap": {"name": manifests}}]
+    pod["volumes"] = [
+        {"name": "program", "configMap": {"name": program}},
+        {"name": "manifests", "configMap": {"name": manifests}},
+    ]
     fail_rule = {"action": "FailJob", "onExitCodes": {"containerName": DRIVER, "operator": "In", "values": [1, 2]}}
     metadata = job_metadata(job, name, DRIVER)
     spec: KubeObject = {}

@@ -26,7 +26,7 @@ from trainshed.launch.kubernetes.conditions import (
     startup_problem,
     why_queued,
 )
-from trainshed.launch.kubernetes.objects import (
+from trainshed.launch.kubernetes.kinds import (
     COMPONENT_LABEL,
     DEPLOYMENT,
     EVENT,
@@ -41,7 +41,7 @@ from trainshed.launch.kubernetes.objects import (
     kind_named,
     needs_driver,
 )
-from trainshed.launch.target import StageState
+from trainshed.launch.stage_state import StageState
 
 _MAX_PODS_ASKED = 3
 """Of many pods that are not ready, the first few are enough to say why."""

@@ -1,6 +1,7 @@
 """Volumes of the cluster file: how pods mount them, and how `trainshed storage up` creates them.
 
-A volume that we create is a StorageClass and a claim with `Retain`, so that no job deletes it.
+A volume that we create is a StorageClass and a claim with `Retain`, so that no job deletes it. `kind: claim` is a claim
+alone, on a StorageClass that the cluster has.
 """
 
 from __future__ import annotations
@@ -11,32 +12,27 @@ from dataclasses import dataclass
 
 from trainshed.catalog import storage_tier
 from trainshed.errors import InputError
-from trainshed.launch.kubernetes.objects import (
-    CLAIM,
-    STORAGE_CLASS,
-    VOLUME,
-    KubeObject,
-    fit_name,
-    new_object,
-    to_documents,
-    trainshed_labels,
-)
+from trainshed.launch.kubernetes.kinds import CLAIM, STORAGE_CLASS, VOLUME, KubeObject, fit_name
+from trainshed.launch.kubernetes.objects import new_object, to_documents, trainshed_labels
 from trainshed.recipe import Cluster
 from trainshed.recipe.cluster import Volume
 from trainshed.recipe.cluster.schema import NewVolume
 
 GCS_FUSE_DRIVER = "gcsfuse.csi.storage.gke.io"
-# Presets of Google's gpu-recipes (gcs-fuse storage chart): metadata is cached for as long as the pod lives, since only
-# the run itself writes to the bucket; checkpoints are written as a stream and read in parallel.
-GCS_FUSE_DATA_OPTIONS = (
-    "implicit-dirs",
-    "metadata-cache:ttl-secs:-1",
+# Presets of Google's gpu-recipes (gcs-fuse storage chart): metadata of data that nobody changes is cached for as long
+# as the pod lives; checkpoints are written as a stream and read in parallel.
+_GCS_FUSE_CACHES = (
     "metadata-cache:negative-ttl-secs:0",
     "metadata-cache:stat-cache-max-size-mb:-1",
     "metadata-cache:type-cache-max-size-mb:-1",
 )
+GCS_FUSE_DATA_OPTIONS = ("implicit-dirs", "metadata-cache:ttl-secs:-1", *_GCS_FUSE_CACHES)
+# Nodes of a run read what others have written (heartbeats, orders, checkpoints): an older version may be seen for
+# seconds, far less than the 30 s between two heartbeats.
 GCS_FUSE_CHECKPOINT_OPTIONS = (
-    *GCS_FUSE_DATA_OPTIONS,
+    "implicit-dirs",
+    "metadata-cache:ttl-secs:5",
+    *_GCS_FUSE_CACHES,
     "write:enable-streaming-writes:true",
     "file-cache:max-size-mb:-1",
     "file-cache:cache-file-for-range-read:true",
@@ -49,6 +45,9 @@ _GCS_FUSE_ANNOTATIONS = {
     "gke-gcsfuse/memory-limit": "0",
     "gke-gcsfuse/ephemeral-storage-limit": "0",
 }
+# On the node's network the sidecar asks the node's metadata server, which knows no service account of the pod: GKE from
+# 1.33.3 on hands it the account's token (Cloud Storage FUSE CSI driver, "Configure host network Pods").
+_HOST_NETWORK_ATTRIBUTES = {"hostNetworkPodKSA": "true"}
 _PARALLELSTORE_ANNOTATIONS = {
     "gke-parallelstore/volumes": "true",
     "gke-parallelstore/cpu-limit": "0",
@@ -65,14 +64,14 @@ class PodVolumes:
     annotations: dict[str, str]
 
 
-def pod_volumes(cluster: Cluster) -> PodVolumes:
+def pod_volumes(cluster: Cluster, *, host_network: bool = False) -> PodVolumes:
     """Return the cluster's volumes for any of its pods."""
     volumes: list[KubeObject] = []
     mounts: list[KubeObject] = []
     annotations: dict[str, str] = {}
     for number, volume in enumerate(cluster.volumes):
         name = f"volume-{number}"
-        volumes.append({"name": name} | _pod_volume(volume))
+        volumes.append({"name": name} | _pod_volume(volume, host_network))
         mounts.append({"name": name, "mountPath": volume.mount} | ({"readOnly": True} if volume.read_only else {}))
         created_kind = volume.create.kind if volume.create is not None else None
         if volume.bucket is not None or created_kind == "gcs-fuse":
@@ -93,13 +92,15 @@ def gcs_fuse_options(*, read_only: bool) -> tuple[str, ...]:
     return GCS_FUSE_DATA_OPTIONS if read_only else GCS_FUSE_CHECKPOINT_OPTIONS
 
 
-def _pod_volume(volume: Volume) -> KubeObject:
+def _pod_volume(volume: Volume, host_network: bool) -> KubeObject:
     if volume.pvc is not None:
         claim: KubeObject = {"claimName": volume.pvc}
         return {"persistentVolumeClaim": claim | ({"readOnly": True} if volume.read_only else {})}
     if volume.bucket is not None:
         options = volume.options or gcs_fuse_options(read_only=volume.read_only)
         attributes = {"bucketName": volume.bucket, "mountOptions": ",".join(options)}
+        if host_network:
+            attributes |= _HOST_NETWORK_ATTRIBUTES
         return {"csi": {"driver": GCS_FUSE_DRIVER, "readOnly": volume.read_only, "volumeAttributes": attributes}}
     return {"hostPath": {"path": volume.host, "type": "DirectoryOrCreate"}}
 
@@ -228,6 +229,8 @@ def _gcs_fuse(cluster: Cluster, volume: Volume, new_volume: NewVolume, key: str)
     size = {"storage": new_volume.size}
     options = volume.options or gcs_fuse_options(read_only=volume.read_only)
     attributes = {"gcsfuseMetadataPrefetchOnMount": "true", "skipCSIBucketAccessCheck": "true"}
+    if cluster.on_kubernetes.host_network:
+        attributes |= _HOST_NETWORK_ATTRIBUTES
     bound = {"name": name, "namespace": cluster.on_kubernetes.namespace}
     spec: KubeObject = {
         "accessModes": ["ReadWriteMany"],
@@ -244,6 +247,11 @@ def _gcs_fuse(cluster: Cluster, volume: Volume, new_volume: NewVolume, key: str)
     return [new_object(VOLUME, metadata, spec=spec), claim]
 
 
+def _claim_alone(cluster: Cluster, volume: Volume, new_volume: NewVolume, key: str) -> list[KubeObject]:
+    """What becomes of the data when the claim is deleted is up to the class; all nodes must be able to mount it."""
+    return [_claim(cluster, volume, new_volume, new_volume.storage_class)]
+
+
 _VOLUME_BUILDERS: dict[str, Callable[[Cluster, Volume, NewVolume, str], list[KubeObject]]] = {
     "amlfs": _amlfs,
     "blob": _blob,
@@ -251,6 +259,7 @@ _VOLUME_BUILDERS: dict[str, Callable[[Cluster, Volume, NewVolume, str], list[Kub
     "gcs-fuse": _gcs_fuse,
     "parallelstore": _parallelstore,
     "lustre": _lustre,
+    "claim": _claim_alone,
 }
 
 
@@ -277,7 +286,7 @@ def _storage_class_and_claim(
     return [storage_class, _claim(cluster, volume, new_volume, name)]
 
 
-def _claim(cluster: Cluster, volume: Volume, new_volume: NewVolume, class_name: str) -> KubeObject:
+def _claim(cluster: Cluster, volume: Volume, new_volume: NewVolume, class_name: str | None) -> KubeObject:
     metadata: KubeObject = {
         "name": volume.pvc,
         "namespace": cluster.on_kubernetes.namespace,
@@ -285,7 +294,7 @@ def _claim(cluster: Cluster, volume: Volume, new_volume: NewVolume, class_name: 
     }
     spec: KubeObject = {
         "accessModes": ["ReadWriteMany"],
-        "storageClassName": class_name,
+        **({"storageClassName": class_name} if class_name is not None else {}),
         "resources": {"requests": {"storage": new_volume.size}},
     }
     return new_object(CLAIM, metadata, spec=spec)

@@ -9,16 +9,19 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 
-from trainshed.errors import NotFound, TrainshedError
+from trainshed.errors import NotFound, StorageError, TrainshedError
 from trainshed.launch.fabric import fabric_setup
 from trainshed.launch.job import Job, Stage
 from trainshed.launch.kubernetes.api import ApiForbidden, KubeApi, connect
+from trainshed.launch.kubernetes.code import CODE_COMPONENT, CODE_LABEL, bucket_of_store
 from trainshed.launch.kubernetes.conditions import object_status
-from trainshed.launch.kubernetes.objects import (
+from trainshed.launch.kubernetes.kinds import (
     CLAIM,
     CLUSTER_QUEUE,
     COMPONENT_LABEL,
+    CONFIG_MAP,
     CREATED_KINDS,
     DEPLOYMENT,
     DRIVER,
@@ -28,21 +31,24 @@ from trainshed.launch.kubernetes.objects import (
     NAMESPACE,
     NODE,
     PRIORITY_CLASS,
+    RAY_JOB,
     SERVICE_ACCOUNT,
     STORAGE_CLASS,
     TRAINING_KINDS,
     VOLUME,
     KubeKind,
     KubeObject,
-    is_training,
     kind_named,
     split_documents,
 )
+from trainshed.launch.kubernetes.objects import is_training
 from trainshed.launch.kubernetes.placement import gpu_resource
 from trainshed.launch.kubernetes.render import render, stage_ids
 from trainshed.launch.kubernetes.status import JobObjects, list_job_objects, stage_states
+from trainshed.launch.kubernetes.workloads import RAY_SUBMITTER, RAY_SUBMITTER_CONTAINER, WORK_CONTAINERS
 from trainshed.launch.target import StageState, SubmitRequest, SubmittedJob
 from trainshed.recipe import Cluster
+from trainshed.storage import StoreOptions, open_folder
 
 _KEPT_KINDS = (CLAIM, VOLUME, STORAGE_CLASS)
 _DELETION_SECONDS = 120.0
@@ -68,9 +74,11 @@ class KubernetesTarget:
         submitted = SubmittedJob(job.name, job.run, "kubernetes", stage_ids(job))
         with connect(self.cluster) as api:
             _delete_earlier_submission(api, submitted)
+            _upload_code(request, job)
             for part in request.parts:
                 for document in split_documents(part.text):
                     api.apply(document)
+            delete_unused_code(api)
         return submitted
 
     def status(self, submitted: SubmittedJob) -> tuple[StageState, ...]:
@@ -89,7 +97,14 @@ class KubernetesTarget:
     ) -> Iterator[str]:
         """Yield the log of the pod of a rank. Pods of earlier attempts are gone; their logs are in the run's folder."""
         with connect(self.cluster) as api:
-            pods = list_job_objects(api, submitted.job, submitted.ids).pods_of(stage)
+            objects = list_job_objects(api, submitted.job, submitted.ids)
+            # What Ray's nodes print about a job is in the log of the pod that has submitted it to them.
+            on_ray = submitted.ids.get(stage, "").startswith(f"{RAY_JOB.name}/")
+            submitters = objects.pods_of(RAY_SUBMITTER) if on_ray and rank is None and attempt is None else []
+            if submitters:
+                yield from api.log(submitters[-1]["metadata"]["name"], RAY_SUBMITTER_CONTAINER, follow=follow)
+                return
+            pods = objects.pods_of(stage)
             ranks_per_node = submitted.ranks_per_node if stage == "train" else 1
             default_rank = submitted.losses_rank if stage == "train" else 0
             node_index = (default_rank if rank is None else rank) // ranks_per_node
@@ -106,12 +121,69 @@ class KubernetesTarget:
                     hint="`trainshed status RUN` says what it waits for",
                 )
             pod = pods[node_index]
-            yield from api.log(pod["metadata"]["name"], pod["spec"]["containers"][0]["name"], follow=follow)
+            yield from api.log(pod["metadata"]["name"], _main_container(pod), follow=follow)
 
     def cancel(self, submitted: SubmittedJob) -> tuple[str, ...]:
         """Delete all objects of the job, the driver first; claims and volumes are never touched."""
         with connect(self.cluster) as api:
             return tuple(delete_job_objects(api, submitted.job))
+
+
+def _main_container(pod: KubeObject) -> str:
+    """Return the container that does the work: injected ones (a proxy, GCS FUSE) may come before it."""
+    names = [container["name"] for container in pod["spec"]["containers"]]
+    labels = pod["metadata"].get("labels", {})
+    ours = (labels.get(COMPONENT_LABEL), *WORK_CONTAINERS)
+    return next((name for name in ours if name in names), names[0])
+
+
+def _upload_code(request: SubmitRequest, job: Job) -> None:
+    """Put our code into the bucket that pods mount; it is named by its hash, so that once is enough."""
+    if not request.uploads:
+        return
+    address = bucket_of_store(job)
+    assert address is not None, "only a bucket has uploads"
+    options = StoreOptions.from_mapping({key: endpoint.model_dump() for key, endpoint in job.cluster.stores.items()})
+    try:
+        store = open_folder(address, options)
+        for path, data in request.uploads.items():
+            there = store.head(path)
+            if there is None or there.size != len(data):
+                store.put(path, data)
+    except StorageError as error:
+        raise type(error)(
+            f"our code cannot be put into the store: {error.what}",
+            where=error.where or address,
+            hint="log in to it (gcloud auth application-default login), or write `kubernetes: {code: configmaps}`",
+        ) from None
+
+
+UNUSED_CODE_SECONDS = 24 * 3600
+"""How long code that no job uses is kept: somebody may be about to apply a job that was rendered with it."""
+
+
+def delete_unused_code(api: KubeApi) -> list[str]:
+    """Delete ConfigMaps of code that no job of the namespace uses; returns their names."""
+    try:
+        config_maps = api.list(CONFIG_MAP, CODE_LABEL)
+    except ApiForbidden:
+        return []
+    used = {
+        config_map["metadata"]["labels"][CODE_LABEL]
+        for config_map in config_maps
+        if config_map["metadata"]["labels"].get(COMPONENT_LABEL) != CODE_COMPONENT
+    }
+    oldest_kept = datetime.now(UTC) - timedelta(seconds=UNUSED_CODE_SECONDS)
+    removed = []
+    for config_map in config_maps:
+        metadata = config_map["metadata"]
+        created = metadata.get("creationTimestamp")
+        if metadata["labels"][CODE_LABEL] in used or created is None:
+            continue
+        if datetime.fromisoformat(created) < oldest_kept:
+            api.delete(CONFIG_MAP, metadata["name"])
+            removed.append(metadata["name"])
+    return removed
 
 
 def _delete_earlier_submission(api: KubeApi, submitted: SubmittedJob) -> None:

@@ -18,7 +18,8 @@ containers or change the network, so fabrics that need them are refused. The tra
 those of the runtime, so the devices of the fabric are listed there too (NVIDIA/aicr#2275: EFA devices were lost that
 way).
 
-RayJob: the head is a node like the others, and our driver in it starts one actor per node.
+RayJob: the head is a node like the others, and our driver in it starts one actor per node. In a foreign engine's image
+the driver is a file of the job (`launch/ray/script_driver.py`).
 
 Deployment, with a Service in front of it: probes say when a server is up, ready and alive. Our own server needs
 no preStop hook: after TERM it is unready but accepts requests for some more seconds, until the Service has removed
@@ -32,22 +33,25 @@ import shlex
 from math import ceil
 
 from trainshed.errors import InputError
-from trainshed.launch.job import MASTER_PORT, SERVICE_PORT, ServingSpec
-from trainshed.launch.kubernetes.objects import (
+from trainshed.launch.job import CPU_STAGE_RETRIES, MASTER_PORT, SERVICE_PORT, ServingSpec
+from trainshed.launch.kubernetes.kinds import (
     COMPONENT_LABEL,
     DEPLOYMENT,
-    ENTRY_FILE,
     INSTANCE_LABEL,
     JOB,
-    JOB_FOLDER,
     JOB_SET,
     MAX_RESTARTS_ANNOTATION,
     PYTORCH_JOB,
     RAY_JOB,
     SERVICE,
     TRAIN_JOB,
-    UNPACKED_FOLDER,
     KubeObject,
+)
+from trainshed.launch.kubernetes.objects import (
+    ENTRY_FILE,
+    JOB_FOLDER,
+    RAY_DRIVER_FILE,
+    UNPACKED_FOLDER,
     job_labels,
     job_metadata,
     new_object,
@@ -63,7 +67,9 @@ from trainshed.launch.kubernetes.pod import (
     pod_template,
     serving_port,
     stage_image,
+    with_resources,
 )
+from trainshed.launch.kubernetes.storage import pod_volumes
 
 # The uid of the Job that a pod belongs to. JobSet recreates its Jobs for a restart, so that the uid names one start.
 START_ENV_VAR = env_var_from_label("TRAINSHED_START", "batch.kubernetes.io/controller-uid")
@@ -148,10 +154,6 @@ def plain_job_notes(plan: PlannedStage) -> tuple[str, ...]:
     )
 
 
-_CPU_JOB_RETRIES = 3
-"""Retries of each part: downloads and nodes fail now and then, and finished work is not repeated."""
-
-
 def cpu_job(plan: PlannedStage) -> KubeObject:
     """Return the object of a stage on CPUs."""
     stage = plan.stage
@@ -159,7 +161,7 @@ def cpu_job(plan: PlannedStage) -> KubeObject:
         "completionMode": "Indexed",
         "completions": stage.parts,
         "parallelism": stage.parts,
-        "backoffLimit": max(stage.restarts, _CPU_JOB_RETRIES) * stage.parts,
+        "backoffLimit": max(stage.restarts, CPU_STAGE_RETRIES) * stage.parts,
         "podFailurePolicy": {"rules": [fail_on_wrong_input(stage.name), ignore_disruption()]},
         "ttlSecondsAfterFinished": FINISHED_TTL_SECONDS,
         "template": pod_template(plan, ContainerOptions(stage.name, env_references=(START_ENV_VAR,))),
@@ -174,6 +176,7 @@ def ignore_disruption() -> KubeObject:
 
 # Names that the operator looks for.
 _PYTORCHJOB_CONTAINER = "pytorch"
+_RAY_HEAD_CONTAINER, _RAY_WORKER_CONTAINER = "ray-head", "ray-worker"
 _PYTORCHJOB_PORT = "pytorchjob-port"
 
 
@@ -190,9 +193,9 @@ def pytorchjob(plan: PlannedStage) -> KubeObject:
         policy["activeDeadlineSeconds"] = int(limits.hours * 3600)
     if plan.placement.suspend:
         policy["suspend"] = True
-    replicas: KubeObject = {"Master": _pytorchjob_replicas(plan, 1)}
+    replicas: KubeObject = {"Master": _pytorchjob_replicas(plan, 1, first=True)}
     if plan.pods > 1:
-        replicas["Worker"] = _pytorchjob_replicas(plan, plan.pods - 1)
+        replicas["Worker"] = _pytorchjob_replicas(plan, plan.pods - 1, first=False)
     spec = {"runPolicy": policy, "pytorchReplicaSpecs": replicas}
     return new_object(PYTORCH_JOB, plan.object_metadata, spec=spec)
 
@@ -204,14 +207,14 @@ def pytorchjob_notes(plan: PlannedStage) -> tuple[str, ...]:
     return ("a PyTorchJob is started again whatever ended it, wrong input too; a JobSet tells these apart",)
 
 
-def _pytorchjob_replicas(plan: PlannedStage, count: int) -> KubeObject:
+def _pytorchjob_replicas(plan: PlannedStage, count: int, *, first: bool) -> KubeObject:
     restart_policy = "OnFailure" if plan.stage.restarts else "Never"
     # The operator sets MASTER_ADDR and MASTER_PORT, but nothing that names one start of all pods: `rendezvous.py`.
     rendezvous_env = {"TRAINSHED_MEET": str(plan.pods)} if plan.pods > 1 and plan.stage.script is None else {}
     uid = {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
     template = pod_template(
         plan,
-        ContainerOptions(_PYTORCHJOB_CONTAINER, rendezvous_env, (uid,) if rendezvous_env else ()),
+        ContainerOptions(_PYTORCHJOB_CONTAINER, rendezvous_env, (uid,) if rendezvous_env else (), uploads=first),
         restart_policy=restart_policy,
     )
     container = template["spec"]["containers"][0]
@@ -223,6 +226,8 @@ def _pytorchjob_replicas(plan: PlannedStage, count: int) -> KubeObject:
 
 # The name of the replicated job that trains, and of its container, in the runtimes that Kubeflow ships.
 _TRAINJOB_NODE = "node"
+WORK_CONTAINERS = (_PYTORCHJOB_CONTAINER, _TRAINJOB_NODE, _RAY_HEAD_CONTAINER, _RAY_WORKER_CONTAINER)
+"""Containers that train and are not named after their stage."""
 _TRAINJOB_MANAGER = "trainshed.io/launch"
 
 
@@ -231,7 +236,7 @@ def trainjob(plan: PlannedStage) -> KubeObject:
     _refuse_unpatchable_needs(plan)
     cluster = plan.job.cluster
     first = f"{plan.name}-{_TRAINJOB_NODE}-0-0.{plan.name}"
-    template = pod_template(plan, ContainerOptions(_TRAINJOB_NODE, {"MASTER_ADDR": first}, (START_ENV_VAR,)))
+    template = pod_template(plan, ContainerOptions(_TRAINJOB_NODE, {"MASTER_ADDR": first}, (START_ENV_VAR,), False))
     spec, container = template["spec"], template["spec"]["containers"][0]
     patch: KubeObject = {"name": _TRAINJOB_NODE, "volumeMounts": container["volumeMounts"]}
     if "securityContext" in container:
@@ -302,6 +307,10 @@ def _refuse_unpatchable_needs(plan: PlannedStage) -> None:
 _RAY_HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
 
 
+RAY_SUBMITTER, RAY_SUBMITTER_CONTAINER = "submitter", "ray-job-submitter"
+"""The component label of the pod that submits the entrypoint to the head, and its container."""
+
+
 def rayjob(plan: PlannedStage) -> KubeObject:
     """Return the RayJob of a training."""
     if plan.fabric.profile_script is not None:
@@ -310,17 +319,20 @@ def rayjob(plan: PlannedStage) -> KubeObject:
             where=plan.job.cluster.where("kubernetes.kind"),
             hint="write `kind: jobset`",
         )
-    command = [plan.job.cluster.python, "-P", "-m", "trainshed", "ray-driver", plan.stage.name, "--job", JOB_FOLDER]
+    driver = ["-P", "-m", "trainshed", "ray-driver"]
+    if plan.stage.script is not None:
+        driver = [f"{JOB_FOLDER}/{RAY_DRIVER_FILE}"]
+    command = [plan.job.cluster.python, *driver, plan.stage.name, "--job", JOB_FOLDER]
     gpus = str(plan.stage.gpus_per_node)
     head: KubeObject = {
         "rayStartParams": {"dashboard-host": "0.0.0.0", "num-gpus": gpus},
-        "template": _ray_pod(plan, "ray-head", head=True),
+        "template": _ray_pod(plan, _RAY_HEAD_CONTAINER, head=True),
     }
     cluster: KubeObject = {"headGroupSpec": head}
     if plan.pods > 1:
         workers = {"replicas": plan.pods - 1, "minReplicas": plan.pods - 1, "maxReplicas": plan.pods - 1}
         worker: KubeObject = {"groupName": "workers", "numOfHosts": 1} | workers
-        worker |= {"rayStartParams": {"num-gpus": gpus}, "template": _ray_pod(plan, "ray-worker", head=False)}
+        worker |= {"rayStartParams": {"num-gpus": gpus}, "template": _ray_pod(plan, _RAY_WORKER_CONTAINER, head=False)}
         cluster["workerGroupSpecs"] = [worker]
     spec: KubeObject = {"suspend": True} if plan.placement.suspend else {}
     spec |= {
@@ -344,46 +356,46 @@ def _ray_pod(plan: PlannedStage, name: str, *, head: bool) -> KubeObject:
     env = dict(plan.fabric.environment)
     if plan.fabric.library_path:
         env["LD_LIBRARY_PATH"] = ":".join(plan.fabric.library_path)
-    if plan.job.code is not None:
+    if plan.mounts_code:
         env["PYTHONPATH"] = UNPACKED_FOLDER
-    template = copy.deepcopy(pod_template(plan, ContainerOptions(name, env)))
+    template = copy.deepcopy(pod_template(plan, ContainerOptions(name, env, uploads=head)))
     spec, container = template["spec"], template["spec"]["containers"][0]
     del spec["restartPolicy"]  # KubeRay's to set
     del container["command"], container["args"]
     container["env"] = [variable for variable in container["env"] if variable["name"] not in ("NNODES", "MASTER_PORT")]
     if head:
         container["ports"] = [{"name": key, "containerPort": port} for key, port in _RAY_HEAD_PORTS.items()]
-    if plan.job.code is not None:
+    if plan.mounts_code:
         spec["initContainers"] = [*spec.get("initContainers", ()), _code_init_container(plan)]
     return template
 
 
 def _code_init_container(plan: PlannedStage) -> KubeObject:
     """Return the init container that unpacks our code before Ray starts."""
-    code = plan.job.code.name if plan.job.code is not None else ""
-    return {
+    container: KubeObject = {
         "name": "trainshed-code",
         "image": stage_image(plan.job, plan.stage),
         "command": ["bash", f"{JOB_FOLDER}/{ENTRY_FILE}", "true"],
-        "env": env_vars(entry_env_vars(plan.job.cluster) | {"TRAINSHED_CODE": code}),
-        "volumeMounts": config_map_mounts(plan),
+        "env": env_vars(entry_env_vars(plan.job.cluster) | dict(plan.config_maps.code.environment)),
+        "volumeMounts": [*config_map_mounts(plan), *pod_volumes(plan.job.cluster).mounts],
     }
+    return with_resources(container)
 
 
 def _ray_submitter_pod(plan: PlannedStage) -> KubeObject:
     """Return the pod that submits the entrypoint to the head; KubeRay's default has no pull secrets."""
     kubernetes = plan.job.cluster.on_kubernetes
     container = {
-        "name": "ray-job-submitter",
+        "name": RAY_SUBMITTER_CONTAINER,
         "image": stage_image(plan.job, plan.stage),
-        "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}},
+        "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"cpu": "1", "memory": "1Gi"}},
     }
     spec: KubeObject = {"restartPolicy": "Never", "containers": [container]}
     if kubernetes.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in kubernetes.image_pull_secrets]
     if kubernetes.cpu_node_selector:
         spec["nodeSelector"] = dict(kubernetes.cpu_node_selector)
-    return {"metadata": {"labels": job_labels(plan.job, "submitter")}, "spec": spec}
+    return {"metadata": {"labels": job_labels(plan.job, RAY_SUBMITTER)}, "spec": spec}
 
 
 _HTTP_PORT = "http"

@@ -11,7 +11,7 @@ from lightkube.core.exceptions import ConfigError
 from lightkube.models.authorization_v1 import ResourceAttributes, SelfSubjectAccessReviewSpec
 from lightkube.resources.authorization_v1 import SelfSubjectAccessReview
 
-from trainshed.launch.kubernetes.objects import CONFIG_MAP, DEPLOYMENT, JOB, POD, SERVICE, TRAINING_KINDS, KubeKind
+from trainshed.launch.kubernetes.kinds import CONFIG_MAP, DEPLOYMENT, JOB, POD, SERVICE, TRAINING_KINDS, KubeKind
 from trainshed.launch.preflight.verdict import CheckResult
 from trainshed.recipe import Cluster
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import resource
 import shutil
 import subprocess
 import time
@@ -49,7 +48,7 @@ def node_checks(setup: FabricSetup, machine: Machine | None, *, gpus: int, scrat
         *([check_kernel_log(read_kernel_log())] if gpus else []),
         check_shared_memory(Path("/dev/shm"), gpus),
         check_disk(scratch),
-        *check_limits(setup, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
+        *check_limits(setup, locked_memory_limit()),
         *check_devices(setup),
         *check_environment(setup, os.environ),
     ]
@@ -86,11 +85,19 @@ def check_disk(path: Path) -> CheckResult:
     return CheckResult("disk", verdict, f"{free / GIB:.0f} GiB are free at {path}", measured={"free_bytes": free})
 
 
-def check_limits(setup: FabricSetup, memlock: int) -> Iterator[CheckResult]:
-    """Check whether ranks may lock the memory that network cards write into."""
+def locked_memory_limit() -> int | None:
+    """Return how many bytes this process may lock into memory; None: as many as it likes."""
+    import resource  # of Linux and macOS: the machine that submits may be another
+
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def check_limits(setup: FabricSetup, memlock: int | None) -> Iterator[CheckResult]:
+    """Check whether ranks may lock the memory that network cards write into; None is no limit."""
     if not setup.rdma:
         return
-    if memlock == resource.RLIM_INFINITY:
+    if memlock is None:
         yield CheckResult("locked memory", "pass", "ranks may lock as much as they like")
     else:
         hint = "Slurm: `ulimit -l unlimited` and PropagateResourceLimitsExcept=MEMLOCK; pods: capability IPC_LOCK"

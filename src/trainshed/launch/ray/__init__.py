@@ -1,7 +1,7 @@
 """A running Ray cluster as a target.
 
     client side, no `ray` needed     target.py  status.py
-    inside the cluster               driver.py  actors.py
+    inside the cluster               driver.py  context.py  engine_scripts.py  actors.py
     both                             placement.py
 
 A Ray job cannot wait for another, so one Ray job runs all stages in order. Its entrypoint is the driver, which is also

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import uuid
+import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,8 @@ from trainshed.errors import InputError, MissingExtra, TrainshedError, error_wit
 from trainshed.launch.agent.main import part_log, start_of_part
 from trainshed.launch.agent.notices import notify_of_job
 from trainshed.launch.agent.records import AttemptRecords, NodeRecord
-from trainshed.launch.attempt import LogEcho, explain_failure, logs_folder
-from trainshed.launch.engine_events import EngineEvents
-from trainshed.launch.fabric import fabric_setup
-from trainshed.launch.job import JobFile, Stage, setup_script, version_problem
+from trainshed.launch.attempt import LogEcho, explain_failure
+from trainshed.launch.job import CPU_STAGE_RETRIES, JobFile, Stage, version_problem
 from trainshed.launch.ranks import RankFailure, RanksResult, read_log_tail
 from trainshed.launch.ray.actors import (
     ActorGroup,
@@ -40,10 +38,16 @@ from trainshed.launch.ray.actors import (
     ProcessActor,
     read_secrets,
 )
+from trainshed.launch.ray.context import (
+    PlacedActor,
+    RayJobContext,
+    actor_options,
+    locate,
+    node_prologue,
+    unset_device_variables,
+)
+from trainshed.launch.ray.engine_scripts import run_scripts
 from trainshed.launch.ray.placement import (
-    CPU,
-    GPU,
-    MEMORY,
     StopRequestedWhileWaiting,
     count_fitting_nodes,
     reserve_nodes,
@@ -52,20 +56,16 @@ from trainshed.launch.ray.placement import (
 )
 from trainshed.launch.ray.status import StageLogLine
 from trainshed.launch.rendezvous import AgentOrder, AgentTimeouts, Rendezvous, port_of_start
-from trainshed.observe.health import diagnose, health_folder, read_flight_records
-from trainshed.recipe import Cluster, load_cluster
+from trainshed.recipe import load_cluster
 from trainshed.reporting import SILENT, Reporter
-from trainshed.run_folder import CLUSTER_FILE, rank_name
+from trainshed.run_folder import CLUSTER_FILE
 from trainshed.signals import STOP_SIGNALS, StopSignals
 from trainshed.storage import LocalStore
-from trainshed.storage.attempts import take_attempt
 
-_ACTOR_CONCURRENCY = 4  # methods of an actor: a stop must get through while `run` waits
 _AGENT_MARGIN_SECONDS = 30.0  # an agent kills its ranks itself when the grace is over, and records it
 _END_SECONDS = 15.0  # for the agents to read that the start is over
-_SCRIPT_GRACE_SECONDS = 20.0  # for the flight recorder of NCCL, which takes some seconds to write itself
-_DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
+_FIRST_RETRY_SECONDS = 10.0  # as a Job of Kubernetes waits, and twice as long each time
 _GOOD_EXIT_CODES = frozenset({0, *(128 + number for number in STOP_SIGNALS)})
 
 
@@ -120,53 +120,29 @@ def _connect_to_ray() -> Generator[None]:
         ray.shutdown()
 
 
-class RayJobContext:
-    """One job that is running."""
-
-    def __init__(self, job: JobFile, folder: Path, cluster: Cluster, reporter: Reporter, stop: StopSignals) -> None:
-        self.job, self.folder, self.cluster, self.reporter, self.stop = job, folder, cluster, reporter, stop
-        self.run_folder = Path(job.run)
-        self._id = uuid.uuid4().hex[:8]
-        self._starts = 0
-
-    def next_start(self) -> str:
-        """Return a name for a start of a stage, which is never used again."""
-        self._starts += 1
-        return f"ray-{self._id}-{self._starts}"
-
-    @property
-    def gpu_resource(self) -> str:
-        """Ray's name for one GPU; the pods of a RayJob have Ray's own."""
-        return self.cluster.ray.gpu_resource if self.cluster.ray is not None else GPU
-
-    @property
-    def site_setup(self) -> tuple[str, ...]:
-        """The cluster file's `setup`, which a process of a stage runs before anything else."""
-        script = setup_script(self.cluster)
-        return () if script is None else (script,)
-
-    def is_stopping(self) -> bool:
-        """Whether somebody asked for a stop."""
-        return self.stop.first is not None
-
-    def report_waiting(self, stage: Stage, reason: str) -> None:
-        """Report that a stage waits, and for what."""
-        self.reporter.note(str(StageLogLine(stage.name, "waits", reason)))
-
-    def report_running(self, stage: Stage, nodes: Sequence[str]) -> None:
-        """Report that a stage runs, and where."""
-        self.reporter.note(str(StageLogLine(stage.name, "runs", " ".join(dict.fromkeys(nodes)))))
-
-    def report_log(self, subject: str, log_tail: str) -> None:
-        """Report the end of the log of whatever failed first; `subject` says how it failed."""
-        tail = log_tail.strip()
-        self.reporter.warn(f"{subject}; the end of its log:\n{tail}" if tail else subject)
-
-
 def _run_stage(context: RayJobContext, stage: Stage) -> int:
     if stage.name == "train" or stage.nodes > 1 or stage.gpus_per_node > 0:
         return _train_with_restarts(context, stage)
-    return run_cpu_stage(context, stage).exit_code
+    return _run_cpu_stage_with_retries(context, stage)
+
+
+def _run_cpu_stage_with_retries(context: RayJobContext, stage: Stage) -> int:
+    """Run a stage without GPUs; what another try might not have, a bucket that is away, say, is tried again."""
+    for retry in range(CPU_STAGE_RETRIES + 1):
+        try:
+            return run_cpu_stage(context, stage).exit_code
+        except InputError:
+            raise  # it would only happen again
+        except TrainshedError as error:
+            if retry == CPU_STAGE_RETRIES or context.is_stopping():
+                raise
+            seconds = _FIRST_RETRY_SECONDS * 2**retry
+            left = f"{CPU_STAGE_RETRIES - retry} of {CPU_STAGE_RETRIES} retries left"
+            context.reporter.warn(f"{error}\nstarting again in {seconds:g} s, {left}")
+            end = time.monotonic() + seconds
+            while time.monotonic() < end and not context.is_stopping():
+                time.sleep(0.2)
+    raise AssertionError("unreachable")
 
 
 def _train_with_restarts(context: RayJobContext, stage: Stage) -> int:
@@ -211,7 +187,7 @@ def run_cpu_stage(context: RayJobContext, stage: Stage) -> RanksResult:
             is_stopping=context.is_stopping,
             on_wait=lambda reason: context.report_waiting(stage, reason),
         )
-        first: ActorLocation = ray.get(ray.wait(locations, num_returns=1)[0][0])
+        (first,) = locate(ray.wait(locations, num_returns=1)[0], stage)
         context.report_running(stage, [first.address])
         members = {
             part: ActorGroupMember(actor, None, _part_task(context, stage, start, part))
@@ -224,14 +200,6 @@ def run_cpu_stage(context: RayJobContext, stage: Stage) -> RanksResult:
     if result.failed:
         raise _part_failure(context, stage, start, result.failed[0])
     return result
-
-
-def actor_options(bundle: dict[str, float]) -> dict[str, Any]:
-    """Return the options of an actor that takes so much."""
-    options = {CPU: "num_cpus", GPU: "num_gpus", MEMORY: "memory"}
-    known: dict[str, Any] = {options[name]: amount for name, amount in bundle.items() if name in options}
-    others = {name: amount for name, amount in bundle.items() if name not in options}
-    return known | {"resources": others, "max_restarts": 0, "max_concurrency": _ACTOR_CONCURRENCY}
 
 
 def _part_task(context: RayJobContext, stage: Stage, start: str, part: int) -> ActorTask:
@@ -270,14 +238,6 @@ def _agent_arguments(context: RayJobContext, stage: Stage) -> tuple[str, ...]:
 
 def _agent_log(folder: Path, slot: int) -> Path:
     return folder / f"agent-{slot:05d}.log"
-
-
-@dataclass(frozen=True)
-class PlacedActor:
-    """An actor, and where it runs."""
-
-    actor: Any
-    location: ActorLocation
 
 
 class RayTraining:
@@ -325,7 +285,7 @@ class RayTraining:
             options = actor_options(self.bundle)
             actors.append(remote_class.options(**options, scheduling_strategy=strategy).remote())
         # When the driver ends, however it does, Ray kills its actors, and the kernel their processes with them.
-        locations = ray.get([actor.location.remote() for actor in actors])
+        locations = locate([actor.location.remote() for actor in actors], self._stage)
         placed = [PlacedActor(actor, location) for actor, location in zip(actors, locations, strict=True)]
         placed.sort(key=lambda node: _node_order(node.location))
         self._context.report_running(self._stage, [node.location.address for node in placed])
@@ -391,7 +351,7 @@ class AgentGroup:
 
     def _task(self, slot: int) -> ActorTask:
         context, stage, location = self._context, self._stage, self._nodes[slot].location
-        unset = _unset_device_variables(context, stage)
+        unset = unset_device_variables(context, stage)
         if _THREADS_VARIABLE not in {**context.cluster.environment, **stage.environment}:
             unset += (_THREADS_VARIABLE,)  # Ray sets it to the CPUs of the whole node, and each rank would take it
         return ActorTask(
@@ -406,7 +366,7 @@ class AgentGroup:
                 "MASTER_ADDR": self._nodes[0].location.address,
                 "MASTER_PORT": str(port_of_start(self._start)),
             },
-            prologue=_prologue(context, stage),
+            prologue=node_prologue(context, stage),
             unset=unset,
             secrets=context.cluster.secrets,
             grace_seconds=context.job.grace_seconds + _AGENT_MARGIN_SECONDS,
@@ -497,63 +457,3 @@ class AgentGroup:
             return []
         records = AttemptRecords(self._context.run_folder, self._order.attempt)
         return [record for node in range(len(self._order.slots)) if (record := records.read_node(node)) is not None]
-
-
-def run_scripts(context: RayJobContext, stage: Stage, nodes: Sequence[PlacedActor], attempt: int | None) -> int:
-    """Run a foreign engine's script once per node; `attempt` is that of its preflight, None: it takes one."""
-    assert stage.script is not None
-    attempt = attempt or take_attempt(LocalStore(context.run_folder), "").number
-    logs = logs_folder(context.run_folder, attempt)
-    environment = {
-        **stage.environment,
-        "TRAINSHED_ATTEMPT": str(attempt),
-        "NNODES": str(stage.nodes),
-        "MASTER_ADDR": nodes[0].location.address,
-        "MASTER_PORT": str(port_of_start(context.next_start())),
-    }
-    members = {}
-    for number, node in enumerate(nodes):
-        task = ActorTask(
-            (str(context.folder / stage.script),),
-            number,
-            logs / f"{rank_name(number)}.log",
-            {**environment, "NODE_RANK": str(number)},
-            program="bash",
-            prologue=_prologue(context, stage),
-            precision=context.job.precision,
-            unset=_unset_device_variables(context, stage),
-            secrets=context.cluster.secrets,
-            grace_seconds=context.job.grace_seconds,
-        )
-        members[number] = ActorGroupMember(node.actor, node.location, task)
-        context.reporter.note(f"attempt {attempt}: node {number} on {node.location.address} ({node.location.hostname})")
-    group = ActorGroup(members, failure_grace_seconds=_SCRIPT_GRACE_SECONDS)
-    with EngineEvents(context.run_folder, attempt) as events:
-        result = group.run(lambda: context.stop.first, events.poll)
-        if not result.failed:
-            events.end(result.exit_code)
-            return result.exit_code
-        first = result.failed[0]
-        what = f"{stage.name} failed: node {first.rank} {first.end_text}"
-        if records := read_flight_records(health_folder(context.run_folder, attempt)):
-            what += f"; {diagnose(records, stage.world_size).sentence}"
-        events.fail(what)
-    context.report_log(f"node {first.rank} {first.end_text}", first.log_tail)
-    raise error_with_exit_code(first.exit_code, what, where=str(members[first.rank].task.log))
-
-
-def _prologue(context: RayJobContext, stage: Stage) -> tuple[str, ...]:
-    """What a node runs first: the site's lines, and what its fabric needs besides; pods have that already."""
-    cluster, site_setup = context.cluster, context.site_setup
-    if cluster.target != "ray":
-        return site_setup
-    setup = fabric_setup(cluster, nodes=stage.nodes)
-    if setup.profile_script is None and not setup.library_path and not site_setup:
-        return ()
-    return site_setup + replace(setup, environment={**setup.environment, **cluster.environment}).shell_prologue()
-
-
-def _unset_device_variables(context: RayJobContext, stage: Stage) -> tuple[str, ...]:
-    """Ray sets these to nothing for actors that take no "GPU", also where GPUs have another name."""
-    other_name = context.gpu_resource not in (CPU, GPU)
-    return _DEVICE_VARIABLES if other_name and stage.gpus_per_node else ()

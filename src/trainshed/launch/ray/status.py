@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -80,7 +81,7 @@ def _open_stage_state(stage: str, id: str, job: Mapping[str, Any], line: StageLo
         return StageState(stage, "cancelled", "stopped on request", id)
     if job["status"] == "FAILED":
         code = job.get("driver_exit_code")
-        reason = last_error(log) or _ray_message(job)
+        reason = last_error(log) or _killed_text(code) or _ray_message(job)
         return StageState(stage, "failed", reason, id, exit_code=code)
     if line is None:
         return StageState(stage, "waiting", "the driver is starting", id)
@@ -94,6 +95,17 @@ def _later_stage_state(stage: str, id: str, job: Mapping[str, Any], open_stage: 
         ended = "failed" if job["status"] == "FAILED" else "was stopped"
         return StageState(stage, "cancelled", f"{open_stage} {ended} before it", id)
     return StageState(stage, "waiting", f"comes after {open_stage}", id)
+
+
+def _killed_text(code: int | None) -> str | None:
+    """Say what ended a driver that could not: the system, or a person; None where it ended by itself."""
+    if code is None or code >= 0:
+        return None
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"its driver was killed by {name} (memory of the head node?); submitted again, the run goes on"
 
 
 def _ray_message(job: Mapping[str, Any]) -> str:

@@ -262,13 +262,21 @@ def _exit_or_requeue(stage: Stage) -> list[str]:
     if stage.name != "train" and stage.serving is None:
         return ['exit "$code"']
     runs_agent = stage.script is None and stage.serving is None
+    stopped = "saved" if runs_agent else "stopped"
     verdict = [
         # The first agent's exit code wins over srun's: a node that was lost and replaced has not failed the job.
         'verdict="$run/starts/$TRAINSHED_START/exit-code"',
         'if [ -s "$verdict" ]; then code="$(cat "$verdict")"; fi',
     ]
+    if stage.script is not None and stage.serving is None:
+        # srun stops the other nodes when one has failed, and returns the largest code of all.
+        verdict = [
+            """logs="$run/logs/$(printf 'attempt-%04d' "$((${SLURM_RESTART_COUNT:-0} + 1))")\"""",
+            'ended="$(cat "$logs"/node-*.exit-code 2>/dev/null | sort -n | tail -n 1)" || true',
+            'if [ "$code" != 0 ] && [ "${ended:-0}" != 0 ]; then code="$ended"; fi',
+        ]
     return [
-        *(verdict if runs_agent else []),
+        *(verdict if stage.serving is None else []),
         "again() {",
         '  echo "trainshed: $1; queued again" >&2',
         # Requeueing makes Slurm send TERM, and some seconds later KILL.
@@ -282,7 +290,7 @@ def _exit_or_requeue(stage: Stage) -> list[str]:
         'case "$code" in',
         # 2: the input is wrong, a new start changes nothing. TERM and INT: a person ended it.
         "0 | 2 | 130 | 143) ;;",
-        *(['138) again "saved before the time limit" ;;'] if stage.serving is None else []),
+        *([f'138) again "{stopped} before the time limit" ;;'] if stage.serving is None else []),
         "*)",
         '  echo "$TRAINSHED_START $code" >>"$failures"',
         '  failed="$(wc -l <"$failures")"',

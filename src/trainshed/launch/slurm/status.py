@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import orjson
 
 from trainshed.launch.slurm.client import SlurmClient, parse_scontrol
-from trainshed.launch.target import StageState, StageStateName
+from trainshed.launch.stage_state import StageState, StageStateName
 
 _STATE_BY_SLURM_STATE: dict[str, StageStateName] = {
     "PENDING": "waiting",
@@ -138,6 +138,8 @@ def _reason(state: StageStateName, job: SlurmJobState) -> str:
         return f"waits: {reason}" if reason else "waits"
     if job.reason == "DependencyNeverSatisfied":
         return _PENDING_REASONS[job.reason]
+    if state == "cancelled":
+        return "was cancelled: by `scancel` or `trainshed cancel`"
     if state != "failed":
         return ""
     kind = job.state.split("+")[0]

@@ -88,7 +88,7 @@ def build_report(sources: Iterable[RunSource]) -> str:
 def _views(dashboard: Dashboard, key: str, reader: RunReader) -> dict[str, Any]:
     """Every view of a run, as the page asks for it first."""
     views: dict[str, Any] = {}
-    for name in ("summary", "ranks", "timeline", "checkpoints", "plan", "answers", "recipe", "events"):
+    for name in ("summary", "ranks", "timeline", "checkpoints", "plan", "answers", "evaluations", "recipe", "events"):
         views[name] = orjson.Fragment(to_json(dashboard.view(key, name, {})))
     views["series"] = {
         axis: orjson.Fragment(to_json(dashboard.view(key, "series", {"axis": axis, "points": str(_POINTS)})))

@@ -22,6 +22,7 @@ from trainshed.observe.dash.event_lines import event_level, event_text
 from trainshed.observe.dash.log_files import list_logs, read_log
 from trainshed.observe.dash.run_files import RunSource
 from trainshed.observe.dash.run_reader import RunReader
+from trainshed.observe.evaluations import evaluation_table, list_evaluations
 from trainshed.plan.layout import describe_layout
 from trainshed.redaction import redacted
 from trainshed.run_folder import CHECKPOINTS, EXPORT, RECIPE_FILE, step_number
@@ -505,6 +506,24 @@ def _answer(answer: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"text": text if text is not None else f"tokens {answer.get('tokens')}", "ended": answer.get("ended")}
 
 
+def _evaluations_view(reader: RunReader, parameters: Parameters) -> dict[str, Any]:
+    """The scores of checkpoints (`eval`) over the steps, and the answers to questions."""
+    records = list_evaluations(reader.source.store)
+    asked = [record for record in records if record.kind == "questions"]
+    steps = sorted({record.step for record in records if record.step is not None})
+    return {
+        "run": reader.source.run,
+        "steps": steps,
+        "scores": [
+            {"name": name, "metric": metric, "values": [points.get(step) for step in steps]}
+            for name, metrics in evaluation_table(records).items()
+            for metric, points in metrics.items()
+        ],
+        "questions": [dict(question) for question in asked[-1].details.get("questions", ())] if asked else [],
+        "asked_after": asked[-1].step if asked else None,
+    }
+
+
 def _recipe_view(reader: RunReader, parameters: Parameters) -> dict[str, Any]:
     """The recipe as it was resolved, and what ran it."""
     content = reader.files.read_if_there(RECIPE_FILE)
@@ -540,6 +559,7 @@ VIEWS: dict[str, Callable[[RunReader, Parameters], dict[str, Any]]] = {
     "logs": _logs_view,
     "plan": _plan_view,
     "answers": _answers_view,
+    "evaluations": _evaluations_view,
     "recipe": _recipe_view,
 }
 """Every view of a run by its name in an address."""

@@ -38,7 +38,6 @@ _VALIDATION_LOSS = ("val_loss", "validation_loss")
 _CONSOLE = re.compile(r"Training epoch \d+, iteration (?P<step>\d+)/(?P<last>\d+) \|(?P<figures>.*)")
 _BAR = re.compile(r"Epoch \d+:.*?\|\s*(?P<done>\d+)/(?P<steps>\d+)\b(?P<rest>.*)")
 _BAR_FIGURE = re.compile(r"(?P<name>[A-Za-z_][\w ./]*)=(?P<value>[^,\]\s]+)")
-_SAVE_BEGINS = re.compile(r"Checkpoint save for step (?P<done>\d+) started")
 _SAVED = re.compile(
     r"(?:Async checkpoint save for step (?P<done>\d+).*?finalized successfully"
     r"|Successfully saved checkpoint from iteration\s+(?P<iteration>\d+) to)"

@@ -72,14 +72,17 @@ def export_run(
 
 
 def counted_events(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the start of a run, then its steps and validations that still count, in the order of steps.
+    """Yield the start of a run, then its steps, validations and evaluations that still count, in the order of steps.
 
     What an attempt did after the checkpoint from which the next one resumed is left out.
     """
     counted: list[dict[str, Any]] = []
+    evaluations: dict[tuple[int, str], dict[str, Any]] = {}
     start: dict[str, Any] | None = None
     for event in events:
         kind = event["kind"]
+        if kind == "evaluation":
+            evaluations[event["step"], event["name"]] = event
         if kind == "start":  # as the last attempt was, at the time of the first
             start = event | {"time": start["time"] if start is not None else event["time"]}
         if kind in ("step", "validation", "resume"):
@@ -89,7 +92,8 @@ def counted_events(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]
         if kind in ("step", "validation"):
             counted.append(event)
     yield from ([start] if start is not None else [])
-    yield from counted
+    # Evaluations belong to no attempt, and may be later than the training.
+    yield from sorted([*counted, *evaluations.values()], key=_done_steps)
 
 
 def _done_steps(event: Mapping[str, Any]) -> int:

@@ -13,6 +13,7 @@ STEP_TAGS = {
     "grad_norm": "train/grad_norm",
     "lr": "train/lr",
     "z_loss": "train/z_loss",
+    "mtp_loss": "train/mtp_loss",
     "moe_balance": "train/moe_balance",
     "moe_z": "train/moe_z",
     **{name: f"train/{name}" for name in REWARD_KEYS},
@@ -38,6 +39,9 @@ class FigurePoint:
 def figure_point(event: Mapping[str, Any]) -> FigurePoint | None:
     """Return what an event adds to the curves, None if nothing. What is not finite has no figure."""
     kind = event["kind"]
+    if kind == "evaluation":
+        scores = {f"eval/{event['name']}/{key}": value for key, value in event["scores"].items() if value is not None}
+        return FigurePoint(event["step"], scores, event.get("time")) if scores else None
     if kind not in ("step", "validation") or event.get("step") is None:
         return None
     # A validation says how many steps are done, a step its own number.

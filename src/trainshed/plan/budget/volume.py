@@ -19,7 +19,7 @@ from trainshed.plan.budget.storage import TIB, bytes_per_token
 from trainshed.recipe import Cluster, Recipe
 from trainshed.recipe.section import quantity_bytes
 
-_EXPORT_BYTES = {"bf16": 2, "fp32": 4}
+_EXPORT_BYTES = {"bf16": 2, "fp32": 4, "fp16": 2, "fp8": 1, "q8_0": 34 / 32}
 _BASE_BYTES = 2
 """A weight of a base as it is fetched: bf16, in almost every published model."""
 
@@ -40,7 +40,7 @@ class VolumeTerms:
     checkpoints_here: bool
     base_copies: int
     """Copies of the base weights: as fetched, and as another engine reads them."""
-    export_bytes_per_weight: int
+    export_bytes_per_weight: float
     tokens_bytes: int | None
     """Of tokens that are prepared already and lie there; None: not known."""
 
@@ -105,9 +105,11 @@ def volume_terms(recipe: Recipe, cluster: Cluster) -> VolumeTerms | None:
         keep_key=recipe.where("checkpoint.keep"),
         keep=checkpoint.kept,
         every=checkpoint.every,
-        checkpoints_here=checkpoint.to is None or _is_on_store(checkpoint.to, recipe, cluster),
+        checkpoints_here=checkpoint.save and (checkpoint.to is None or _is_on_store(checkpoint.to, recipe, cluster)),
         base_copies=0 if recipe.model.from_ is None else 1 + converted,
-        export_bytes_per_weight=0 if export is None or export.to is not None else _EXPORT_BYTES[export.dtype],
+        export_bytes_per_weight=0
+        if export is None or (export.to is not None and not recipe.publishes)
+        else _EXPORT_BYTES[export.dtype],
         tokens_bytes=_prepared_bytes(recipe, cluster),
     )
 
@@ -179,7 +181,7 @@ def volume_use(
         checkpoint_bytes=checkpoint_bytes,
         checkpoints=count,
         base_bytes=terms.base_copies * _BASE_BYTES * weights,
-        export_bytes=terms.export_bytes_per_weight * exported_weights,
+        export_bytes=int(terms.export_bytes_per_weight * exported_weights),
         tokens_bytes=terms.tokens_bytes or 0,
         read_once_bytes=(steps or 0) * tokens_per_step * bytes_per_token(vocab_size) if prepares else None,
     )

@@ -321,6 +321,7 @@ def _core_attention(
     model, length = training.model, training.attended_length
     keys, queries = model.mean_keys(length, windowed=windowed), training.sequence_length / layout.cp
     forward, backward = kernels.attention(layout.micro_batch, queries, keys, model.heads / layout.tp)
+    # Chunks are attended to one by one, by kernels without a window.
     if not windowed or model.window is None or model.window >= length:
         return forward, backward
     return forward / training.constants.windowed, backward / training.constants.windowed

@@ -170,7 +170,7 @@ def rank_weights(training: TrainingShape, layout: RankLayout, rank: int) -> tupl
         if not (model.tied and first):
             dense += ends
         for _ in range(model.mtp_layers):
-            one_dense, one_expert = layer_weights(model, layout, experts=model.has_experts(model.layers - 1))
+            one_dense, one_expert = layer_weights(model, layout, experts=model.mtp_experts)
             dense, expert = dense + one_dense + 2 * model.hidden**2, expert + one_expert
     return dense, expert, max(unit, ends if first or last else 0.0)
 

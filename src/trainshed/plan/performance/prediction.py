@@ -273,7 +273,7 @@ def _with_offload(training: TrainingShape, layout: RankLayout, layer: LayerTimes
 
 
 def _mtp_kind(model: ModelShape) -> LayerKind:
-    return LayerKind(model.has_experts(model.layers - 1), False)
+    return LayerKind(model.mtp_experts, False)
 
 
 def _chunk(

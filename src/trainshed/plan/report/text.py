@@ -259,12 +259,12 @@ def describe_trained(training: TrainingShape, memory: GpuMemory) -> str | None:
     return None
 
 
-def format_count(count: int) -> str:
-    """Write a number of weights: `8.03B`, `41.9M`."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+def format_count(count: float) -> str:
+    """Write a number of weights or tokens: `8.03B`, `41.9M`."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if count >= size:
             return f"{count / size:.3g}{unit}"
-    return str(count)
+    return f"{count:.0f}"
 
 
 def compare_variant(variant: LayoutVariant, chosen: LayoutPrediction) -> str:

@@ -1,6 +1,13 @@
 """The cluster file: its schema, and where it is found."""
 
-from trainshed.recipe.cluster.load import DEFAULT_CLUSTER, check_cluster, find_cluster, known_clusters, load_cluster
+from trainshed.recipe.cluster.load import (
+    DEFAULT_CLUSTER,
+    as_cluster,
+    check_cluster,
+    find_cluster,
+    known_clusters,
+    load_cluster,
+)
 from trainshed.recipe.cluster.schema import (
     Capacity,
     Cluster,
@@ -28,6 +35,7 @@ __all__ = [
     "Slurm",
     "StoreEndpoint",
     "Volume",
+    "as_cluster",
     "check_cluster",
     "find_cluster",
     "known_clusters",

@@ -9,15 +9,16 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trainshed.errors import RecipeError
+from trainshed.errors import InputError, RecipeError
 from trainshed.recipe.cluster.schema import Cluster
 from trainshed.recipe.cluster.target_keys import unread_keys
 from trainshed.recipe.load import YAML_SUFFIXES, check_format, to_plain
-from trainshed.recipe.overrides import apply_overrides
+from trainshed.recipe.overrides import Override, apply_overrides
 from trainshed.recipe.registered import load_named_plugins
 from trainshed.recipe.secret_detection import find_secret, secret_shape
 from trainshed.recipe.section import Problem
@@ -40,12 +41,30 @@ def load_cluster(
         data = file.read_bytes()
     except OSError as error:
         raise RecipeError(f"cannot be read: {error.strerror}", where=str(file)) from None
-    document = parse_yaml(decode_utf8(data, str(file)), str(file))
+    return parse_cluster(decode_utf8(data, str(file)), overrides, source=str(file), folder=file.parent, checked=checked)
+
+
+def as_cluster(cluster: Cluster | str | os.PathLike[str] = DEFAULT_CLUSTER, overrides: Iterable[str] = ()) -> Cluster:
+    """Return a cluster that is at hand, or load it; with overrides (without `cluster.`) in both cases."""
+    return cluster.with_overrides(overrides) if isinstance(cluster, Cluster) else load_cluster(cluster, overrides)
+
+
+def parse_cluster(
+    text: str,
+    overrides: Iterable[str | Override] = (),
+    *,
+    source: str = "cluster.yaml",
+    folder: Path | None = None,
+    checked: bool = True,
+) -> Cluster:
+    """Load a cluster from text; errors call it `source`, and plugins lie in `folder`."""
+    document = parse_yaml(text, source)
+    document.places.text = text
     overrides = list(overrides)
     _refuse_locked_overrides(document, overrides)
     apply_overrides(document, overrides, prefix="cluster.")
     check_format(document)
-    document.places.folder = file.parent
+    document.places.folder = folder or Path()
     load_named_plugins(document)
     cluster = validate(Cluster, document)
     cluster._places = document.places
@@ -54,16 +73,17 @@ def load_cluster(
     return cluster
 
 
-def _refuse_locked_overrides(document: YamlDocument, overrides: list[str]) -> None:
+def _refuse_locked_overrides(document: YamlDocument, overrides: list[str | Override]) -> None:
     """Refuse to override what the file locks; mistakes in the list itself are reported when it is checked."""
     locked = document.value.get("locked") if isinstance(document.value, dict) else None
     for key in locked if isinstance(locked, list) else []:
-        for text in overrides:
-            written = text.partition("=")[0].strip().replace('"', "")
+        for override in overrides:
+            written = override.key if isinstance(override, Override) else override.partition("=")[0]
+            written = written.strip().replace('"', "")
             if written == "locked" or written == key or str(key).startswith(f"{written}."):
                 raise RecipeError(
                     f"`{written}` is locked by whoever runs this cluster",
-                    where=f"command line: cluster.{written}=…",
+                    where=override.origin if isinstance(override, Override) else f"command line: cluster.{written}=…",
                     hint=f"leave it out; {document.places.where(('locked',))} says what is locked",
                 )
 
@@ -95,6 +115,17 @@ def find_cluster(name_or_path: str | os.PathLike[str]) -> Path:
     near = difflib.get_close_matches(text, known, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else f"known clusters: {', '.join(known)}"
     raise RecipeError("there is no such cluster file", where=text, hint=hint)
+
+
+def copy_cluster(name: str, destination: Path) -> Path:
+    """Copy a cluster file to a folder or a new file, and return it; nothing is overwritten."""
+    source = find_cluster(name)
+    target = destination if destination.suffix in YAML_SUFFIXES else destination / source.name
+    if target.exists():
+        raise InputError("is there already, and nothing is overwritten", where=str(target), hint="name another file")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    return target
 
 
 _ASSIGNMENT = re.compile(r"(?:^|[\s;&|])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;&|]*)")

@@ -6,15 +6,17 @@ what every job may take; at the end `Cluster`, the whole file.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, Tag
+from pydantic import BeforeValidator, Field, Tag
 
 from trainshed.errors import RecipeError
 from trainshed.plugins import PluginSource
 from trainshed.recipe.notify import Notifications
+from trainshed.recipe.overrides import Override
 from trainshed.recipe.registered import (
     EngineArgument,
     ModuleNames,
@@ -39,7 +41,7 @@ from trainshed.recipe.section import (
     by_shape,
     invalid_value,
 )
-from trainshed.recipe.yaml_io import SourceMap
+from trainshed.recipe.written_file import WrittenFile
 
 MountPath = Annotated[str, Field(pattern=PATH_PATTERN)]
 """An absolute path inside a job."""
@@ -98,10 +100,14 @@ class ClusterStorage(Section):
 class NewVolume(Section):
     """A volume that `trainshed storage up` makes; it is kept (Retain) whatever becomes of the jobs."""
 
-    kind: Literal["amlfs", "blob", "fsx", "gcs-fuse", "parallelstore", "lustre"] = Field(
-        description="Azure Managed Lustre, Azure Blob by BlobFuse, FSx for Lustre, GCS FUSE, Parallelstore, GKE Lustre"
+    kind: Literal["amlfs", "blob", "fsx", "gcs-fuse", "parallelstore", "lustre", "claim"] = Field(
+        description="Azure Managed Lustre, Azure Blob by BlobFuse, FSx for Lustre, GCS FUSE, Parallelstore, GKE "
+        "Lustre; claim: whatever a StorageClass of the cluster makes"
     )
     size: Quantity = Field(description="Its size", examples=["16Ti"])
+    storage_class: Text | None = Field(
+        None, description="Of `kind: claim`: a StorageClass that the cluster has; left out: its default one"
+    )
     sku: Text | None = Field(
         None, description="Product or tier", examples=["AMLFS-Durable-Premium-125", "Standard_LRS"]
     )
@@ -111,6 +117,14 @@ class NewVolume(Section):
         description="Further parameters of its StorageClass",
         examples=[{"subnetId": "subnet-0123", "securityGroupIds": "sg-0123"}],
     )
+
+    def problems(self) -> Iterator[Problem]:
+        """A claim names a StorageClass; the other kinds make one."""
+        if self.kind != "claim" and self.storage_class is not None:
+            yield Problem(("storage_class",), f"{self.kind} makes its own", "delete it, or write `kind: claim`")
+        for key in ("sku", "zone", "parameters"):
+            if self.kind == "claim" and getattr(self, key):
+                yield Problem((key,), "is for a StorageClass that is made, and a claim uses one", "delete it")
 
 
 class Volume(Section):
@@ -217,6 +231,11 @@ class Kubernetes(Section):
     labels: dict[str, str] = Field(default_factory=dict, description="Labels of every object and pod")
     annotations: dict[str, str] = Field(default_factory=dict, description="Annotations of every pod")
     image_pull_secrets: TextList = Field((), description="Secrets to pull images with")
+    code: Literal["store", "configmaps", "image"] | None = Field(
+        None,
+        description="How our code reaches pods: by the bucket that is their store, by ConfigMaps, or installed in the "
+        "image; left out: the bucket where there is one, or else ConfigMaps",
+    )
     pre_pull: bool = Field(False, description="A DaemonSet that pulls the image onto every GPU node beforehand")
 
     def problems(self) -> Iterator[Problem]:
@@ -263,6 +282,18 @@ class Capacity(Section):
             yield Problem((), "these contradict each other", "write one of reservation, spot and flex_start_hours")
 
 
+StageName = Literal[
+    "image", "fetch", "convert", "tokenise", "prepare", "index", "train", "upload", "export", "eval", "serve"
+]
+
+
+class StageLimits(Section):
+    """What one stage asks for on each of its nodes."""
+
+    cpus: PositiveInt | None = Field(None, description="CPUs; left out: as for other stages of its kind")
+    memory: Quantity | None = Field(None, description="Memory; left out: as for other stages of its kind")
+
+
 class JobLimits(Section):
     """What a job may take."""
 
@@ -276,6 +307,12 @@ class JobLimits(Section):
     shared_memory: Quantity = Field("64Gi", description="Size of /dev/shm in pods")
     cpu_stage_cpus: PositiveInt = Field(8, description="CPUs of stages without GPUs")
     cpu_stage_memory: Quantity = Field("32Gi", description="Memory of stages without GPUs")
+    stages: dict[StageName, StageLimits] = Field(
+        default_factory=dict,
+        description="CPUs and memory of single stages; left out: `cpu_stage_cpus` and `cpu_stage_memory` without GPUs, "
+        "three quarters of the node's share with them (Kubernetes)",
+        examples=[{"prepare": {"cpus": 80, "memory": "1024Gi"}, "train": {"cpus": 64, "memory": "800Gi"}}],
+    )
     prepare_parts: PositiveInt = Field(1, description="Tasks among which the data is tokenised")
 
 
@@ -285,7 +322,16 @@ CPU_MACHINE = "cpu"
 TargetName = Literal["local", "slurm", "kubernetes", "ray"]
 EnvironmentName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
 ShellLine = Annotated[str, Field(pattern=LINE_PATTERN)]
-EnvironmentValue = Annotated[str, Field(pattern=TEXT_PATTERN)]
+
+
+def number_as_text(value: Any) -> Any:
+    """Let a number stand for its digits: variables are text, and `X: 1` is how people write one."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+EnvironmentValue = Annotated[
+    str, BeforeValidator(number_as_text, json_schema_input_type=str | int | float), Field(pattern=TEXT_PATTERN)
+]
 LockableKey = Literal[
     "image",
     "plugins",
@@ -314,7 +360,7 @@ class Nodes(Section):
             yield Problem(("default",), f"{self.default} is more than max: {self.max}", "write a smaller one")
 
 
-class Cluster(Section):
+class Cluster(WrittenFile):
     """Where to run."""
 
     trainshed: Annotated[int, Field(ge=1, le=FORMAT_VERSION)] = Field(
@@ -393,7 +439,17 @@ class Cluster(Section):
     )
     target_options: dict[str, EngineArgument] | None = Field(None, description="Options of a target of a plugin")
 
-    _places: SourceMap = PrivateAttr(default_factory=SourceMap)
+    @classmethod
+    def load(cls, name_or_path: str | os.PathLike[str], *overrides: str) -> Cluster:
+        """Load a cluster file by path or name; overrides are `nodes.default=4`."""
+        from trainshed.recipe.cluster.load import load_cluster
+
+        return load_cluster(name_or_path, overrides)
+
+    def _parse_again(self, text: str, overrides: Iterable[str | Override]) -> Cluster:
+        from trainshed.recipe.cluster.load import parse_cluster
+
+        return parse_cluster(text, overrides, source=self._places.source, folder=self.folder)
 
     @property
     def store_root(self) -> str:
@@ -409,18 +465,9 @@ class Cluster(Section):
         return mounts[0] if len(mounts) == 1 else None
 
     @property
-    def places(self) -> SourceMap:
-        """Return where each key was written."""
-        return self._places
-
-    @property
     def plugin_sources(self) -> tuple[PluginSource, ...]:
         """Return the files of the plugins, with their hashes."""
         return self._places.plugins
-
-    def where(self, key: str) -> str:
-        """Return the place of a key for an error: `cluster.yaml:12 (nodes.max)`."""
-        return self._places.where(tuple(int(step) if step.isdigit() else step for step in key.split(".")))
 
     def check_runs_here(self) -> None:
         """Refuse to work on this machine for a cluster that is elsewhere."""

@@ -108,10 +108,12 @@ def _reads_registered(target: Any, key: str) -> bool:
 
 def table_key(path: KeyPath) -> str:
     """Return the name of a key's row: names that people choose, and places in lists, are `*`."""
-    named = path[0] in ("stores", "secrets")
-    return ".".join(
-        ELEMENT if isinstance(step, int) or (named and number == 1) else step for number, step in enumerate(path)
-    )
+    named = next((len(parent) for parent in _NAMED if path[: len(parent)] == parent), None)
+    return ".".join(ELEMENT if isinstance(step, int) or number == named else step for number, step in enumerate(path))
+
+
+_NAMED: tuple[KeyPath, ...] = (("stores",), ("secrets",), ("limits", "stages"))
+"""Keys below which people choose names."""
 
 
 def _in_container(cluster: Cluster) -> bool:
@@ -124,6 +126,11 @@ _OWN_PYTHON = KeyCondition(
     lambda cluster: cluster.on_slurm.venv is None or _in_container(cluster),
     "jobs run the Python of `slurm.venv`",
     "delete one of the two",
+)
+_NOT_OF_TRAINING = KeyCondition(
+    lambda cluster: "train" not in cluster.limits.stages,
+    "`train` has whole nodes there",
+    "delete `train`",
 )
 _HERE = ("the commands here use this machine's own environment", "export it before you run, and delete it here")
 _SECRET_OF_NODES = (
@@ -197,6 +204,7 @@ KEY_SUPPORT: dict[str, KeySupport] = {
     "volumes.*.create": replace(_POD_VOLUME, shown="client"),
     "volumes.*.create.kind": replace(_POD_VOLUME, shown="client"),
     "volumes.*.create.size": replace(_POD_VOLUME, shown="client"),
+    "volumes.*.create.storage_class": replace(_POD_VOLUME, shown="client"),
     "volumes.*.create.sku": replace(_POD_VOLUME, shown="client"),
     "volumes.*.create.zone": replace(_POD_VOLUME, shown="client"),
     "volumes.*.create.parameters": replace(_POD_VOLUME, shown="client"),
@@ -228,6 +236,9 @@ KEY_SUPPORT: dict[str, KeySupport] = {
     ),
     "limits.cpu_stage_cpus": _OF_JOBS,
     "limits.cpu_stage_memory": _OF_JOBS,
+    "limits.stages": KeySupport(_SCHEDULED, needs={"slurm": _NOT_OF_TRAINING, "ray": _NOT_OF_TRAINING}),
+    "limits.stages.*.cpus": _OF_JOBS,
+    "limits.stages.*.memory": _OF_JOBS,
     "limits.prepare_parts": _OF_JOBS,
     "capacity": KeySupport(("slurm", "kubernetes")),
     "capacity.reservation": KeySupport(("slurm", "kubernetes")),
@@ -330,6 +341,7 @@ KEY_SUPPORT: dict[str, KeySupport] = {
     "kubernetes.labels": _BY_KUBERNETES,
     "kubernetes.annotations": _BY_KUBERNETES,
     "kubernetes.image_pull_secrets": _BY_KUBERNETES,
+    "kubernetes.code": _BY_KUBERNETES,
     "kubernetes.pre_pull": _BY_KUBERNETES,
     "plugins": _BY_REGISTERED,
     "target_options": _BY_REGISTERED,

@@ -199,9 +199,13 @@ class CompletionRequest(_GenerationBody):
     max_tokens: Annotated[int, Field(ge=0)] = DEFAULT_MAX_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=OPENAI_MAX_TOP_LOGPROBS)] | None = None
     echo: bool = False
+    return_token_ids: bool = False
+    """vLLM's: with each choice the ids of its prompt and of what was generated."""
 
     @model_validator(mode="after")
     def _check_length(self) -> Self:
+        if self.return_token_ids and self.stream:
+            raise ValueError("`return_token_ids` is not for streams here")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("`max_tokens: 0` needs `echo: true`: there would be nothing to answer")
         return self

@@ -157,7 +157,11 @@ class CompletionChoices:
             if self._request.echo:
                 logprobs.add_prompt(self._prompt(number), output.prompt_tokens, before)
             logprobs.add(output.tokens, len(before))
-        return _completion_choice(number, before + output.text, logprobs, output.finish_reason)
+        choice = _completion_choice(number, before + output.text, logprobs, output.finish_reason)
+        if self._request.return_token_ids:
+            choice["prompt_token_ids"] = list(self._prompt(number))
+            choice["token_ids"] = [token.token for token in output.tokens]
+        return choice
 
     def first_chunk(self, number: int) -> None:
         """Return None: a completion's stream begins with its text."""

@@ -11,6 +11,8 @@ health=/store/runs/demo/1a2b3c4d/health/${folder##*/}
 mkdir -p "$folder" "$health"
 export TRAINSHED_RUN_FOLDER=/store/runs/demo/1a2b3c4d
 file=$folder/$(printf 'node-%05d.log' "$((10#$node))")
+rm -f "${file%.log}.exit-code"
+{ stat -c %s "$file" 2>/dev/null || echo 0; } >"${file%.log}.began"
 export A=1
 export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE-2000}"
 export TORCH_NCCL_TRACE_BUFFER_SIZE="${TORCH_NCCL_TRACE_BUFFER_SIZE-2000}"
@@ -24,6 +26,8 @@ arguments=(
 )
 late=$(cat /run/engine/data_prefix.txt)
 arguments+=(++model.data.data_prefix="$late")
+# Further arguments of whoever runs this script come last.
+arguments+=("$@")
 torchrun=
 requested=
 interrupted=
@@ -74,4 +78,13 @@ exec {log}>&-
 [[ -z $watch ]] || kill "$watch" 2>/dev/null || true
 rm -f "${TMPDIR:-/tmp}/trainshed-$$-"*.pipe
 wait "$tee" || true
+if [[ $code != 0 && -z $requested ]]; then
+  own=$(tail -c "+$(($(cat "${file%.log}.began" 2>/dev/null || echo 0) + 1))" "$file" | tail -c 1000000)
+  root=$(grep -oE '^ +rank +: [0-9]+' <<<"$own" | tail -n 1 | grep -oE '[0-9]+' || true)
+  errors='[A-Za-z_.]*(Error|Exception)(:.*)?$'
+  why=$(grep -E "^\[rank$root\]: $errors" <<<"$own" | tail -n 1 || true)
+  [[ -n $why ]] || why=$(grep -E "^$errors" <<<"$own" | grep -v ChildFailedError | tail -n 1 || true)
+  [[ -z $why ]] || echo "trainshed: $why" >&2
+fi
+[[ -n $requested ]] || echo "$code" >"${file%.log}.exit-code"
 exit "${requested:-$code}"

@@ -10,6 +10,7 @@ const TABS = [
   ["checkpoints", "Checkpoints", CheckpointsView],
   ["plan", "Plan", PlanView],
   ["answers", "Answers", AnswersView],
+  ["scores", "Scores", ScoresView],
   ["events", "Events", EventsView],
   ["logs", "Logs", LogsView],
   ["recipe", "Recipe", RecipeView],
@@ -18,7 +19,7 @@ const KEYS = [
   ["j  k", "next and previous run, or tab of a run"],
   ["Enter", "open the run"],
   ["x", "pick the run, to compare it with others"],
-  ["1 … 9", "tabs of a run"],
+  ["1 … 9, r", "tabs of a run"],
   ["/", "search or filter"],
   ["l", "logarithmic curves"],
   ["s", "more smoothing, then none"],
@@ -262,7 +263,8 @@ class Page {
     };
     actions.j = () => openTab(place + 1);
     actions.k = () => openTab(place - 1);
-    TABS.forEach((_, index) => (actions[String(index + 1)] = () => openTab(index)));
+    // The digits end before the last tab, the recipe.
+    TABS.forEach((_, index) => (actions[index < 9 ? String(index + 1) : "r"] = () => openTab(index)));
     if (this.view instanceof CurvesView) {
       const curves = this.view;
       Object.assign(actions, {

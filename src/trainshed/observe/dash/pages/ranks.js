@@ -50,7 +50,11 @@ class RanksView {
   }
 
   async refresh() {
-    this.view = await this.page.data.view(this.page.key, "ranks", { rank: this.selected });
+    const request = { rank: this.selected };
+    this.asked = request;
+    const view = await this.page.data.view(this.page.key, "ranks", request);
+    if (this.asked !== request) return; // answered after a later one was asked for
+    this.view = view;
     if (!this.view.world_size) {
       this.root.replaceChildren(el("div", { class: "card" }, emptyState("No ranks yet", "They appear once the first attempt has begun.")));
       return;

@@ -198,7 +198,10 @@ class EventsView {
   }
 
   async refresh() {
-    const view = await this.page.data.view(this.page.key, "events", { search: this.search.value, rank: this.rank.value, kinds: [...this.kinds].join(",") });
+    const request = { search: this.search.value, rank: this.rank.value, kinds: [...this.kinds].join(",") };
+    this.asked = request;
+    const view = await this.page.data.view(this.page.key, "events", request);
+    if (this.asked !== request) return; // answered after a later one was asked for
     const flip = (kind) => {
       this.kinds.has(kind) ? this.kinds.delete(kind) : this.kinds.add(kind);
       this.refresh();
@@ -256,7 +259,10 @@ class LogsView {
   }
 
   async refresh() {
-    const view = await this.page.data.view(this.page.key, "logs", { file: this.file, search: this.search.value });
+    const request = { file: this.file, search: this.search.value };
+    this.asked = request;
+    const view = await this.page.data.view(this.page.key, "logs", request);
+    if (this.asked !== request) return; // answered after a later one was asked for
     this.files = view.logs.map((log) => log.file);
     if (!view.log) {
       this.tools.classList.add("hidden");
@@ -402,6 +408,53 @@ class AnswersView {
 
   restyle() {}
   close() {}
+}
+
+// The scores of checkpoints: each as a line over the steps, then all of them as a table.
+class ScoresView {
+  constructor(page) {
+    this.page = page;
+    this.root = el("div", {});
+  }
+
+  async refresh() {
+    const view = await this.page.data.view(this.page.key, "evaluations");
+    if (!view.scores.length) {
+      this.root.replaceChildren(el("div", { class: "card" }, emptyState("No scores", "Write ", el("code", {}, "eval: {every: 500, perplexity: validation}"), " in the recipe, or run ", el("code", {}, `trainshed eval ${view.run}`), ".")));
+      return;
+    }
+    const score = (value) => (isKnown(value) ? trimZeros(value.toPrecision(5)) : NONE);
+    const last = (row) => row.values.findLast(isKnown);
+    const shown = view.steps.slice(-8);
+    const rows = view.scores.map((row) =>
+      el("tr", {}, el("td", { class: "nowrap" }, row.name), el("td", { class: "muted nowrap" }, row.metric), el("td", { class: "score-line" }, scoreLine(view.steps, row.values)), shown.length ? shown.map((step) => el("td", { class: "number" }, score(row.values[view.steps.indexOf(step)]))) : el("td", { class: "number" }, score(last(row))))
+    );
+    const heads = shown.length ? shown.map((step) => el("th", { class: "number" }, `step ${figures.count(step)}`)) : el("th", {}, "Score");
+    const parts = [el("div", { class: "card scroll" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "Measure"), el("th", {}, "Metric"), el("th", {}, "Over the steps"), heads)), el("tbody", {}, rows)))];
+    if (view.questions.length) {
+      const asked = view.questions.map((question) => el("tr", {}, el("td", { class: question.contains === null ? "bad-text" : "good-text" }, question.contains === null ? "no" : "yes"), el("td", { class: "text muted" }, question.ask), el("td", { class: "text" }, question.answer)));
+      const after = view.asked_after === null ? "" : ` after step ${figures.count(view.asked_after)}`;
+      parts.push(el("div", { class: "card scroll" }, el("h2", {}, `Questions${after}`), el("table", { class: "answers" }, el("thead", {}, el("tr", {}, el("th", {}, "As expected"), el("th", {}, "Question"), el("th", {}, "Answer"))), el("tbody", {}, asked))));
+    }
+    this.root.replaceChildren(...parts);
+  }
+
+  restyle() {}
+  close() {}
+}
+
+// A score over the steps with a dot for each checkpoint; the scale is its own, from its lowest to its highest.
+function scoreLine(steps, values) {
+  const box = svg("svg", { class: "spark", viewBox: "0 0 240 48", width: 240, height: 48, role: "img", "aria-label": "The score over the steps" });
+  const points = steps.map((step, index) => [step, values[index]]).filter(([, value]) => isKnown(value));
+  if (!points.length) return box;
+  const known = points.map(([, value]) => value), low = Math.min(...known), high = Math.max(...known);
+  const from = points[0][0], to = points.at(-1)[0];
+  const x = (step) => 6 + (228 * (step - from)) / (to - from || 1);
+  const y = (value) => (high === low ? 24 : 42 - (36 * (value - low)) / (high - low));
+  box.append(svg("path", { d: points.map(([step, value], index) => `${index ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("") }));
+  for (const [step, value] of points) box.append(svg("circle", { cx: x(step).toFixed(1), cy: y(value).toFixed(1), r: 2.5, fill: "var(--series-1)" }, svg("title", {}, `step ${figures.count(step)}: ${value}`)));
+  return box;
 }
 
 class RecipeView {

@@ -1,0 +1,136 @@
+"""`trainshed init`: a first recipe or cluster file, from four questions at a terminal or from flags."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from trainshed.cli.console import Output, print_report
+from trainshed.cli.examples import examples_text
+
+app = App(
+    name="init",
+    help="Write a first recipe or cluster file, from four questions or from flags.",
+    help_epilogue=examples_text("init"),
+)
+
+
+@app.default
+def recipe(
+    file: Path = Path("recipe.yaml"),
+    /,
+    *,
+    model: str | None = None,
+    data: str | None = None,
+    length: str | None = None,
+    name: str | None = None,
+    output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
+) -> None:
+    """Write a recipe that trains a model on text; asks at a terminal for what no flag says.
+
+    Parameters
+    ----------
+    file
+        The recipe to write. Nothing is overwritten.
+    model
+        A preset (llama3.2-1b: fresh weights), or weights to go on from (hf://org/name, a folder).
+    data
+        The text: JSONL or parquet files (data/*.jsonl, s3://bucket/corpus/*.parquet).
+    length
+        How long to train: steps (1000), or tokens (20B).
+    name
+        What its runs are called (default: the file's name, or the model's).
+    output
+        `json` for programs.
+    """
+    from trainshed.cli.recipes import check_new_file, write_new_file
+    from trainshed.workflow.starter_files import starter_recipe
+
+    check_new_file(file)
+    wanted = model or _ask(
+        "Which model? A preset (`tiny`, `llama3.2-1b`), or weights (hf://org/name)", "tiny", "--model"
+    )
+    text_files = data or _ask("Which text? JSONL or parquet files", "data/*.jsonl", "--data")
+    steps = length or _ask("How long? Steps (1000) or tokens (20B)", "1000", "--length")
+    usual = file.stem if file.stem != "recipe" else wanted.rstrip("/").rpartition("/")[2]
+    called = name or _ask("What are its runs called?", usual, "--name", required=False)
+    write_new_file(file, starter_recipe(called, wanted, text_files, steps))
+    next_steps = [f"trainshed plan {file} --gpu h100 --gpus 8", f"trainshed run {file}"]
+    _report(file, next_steps, output)
+
+
+@app.command
+def cluster(
+    file: Path = Path("clusters/my-cluster.yaml"),
+    /,
+    *,
+    target: str | None = None,
+    machine: str | None = None,
+    store: str | None = None,
+    nodes: int | None = None,
+    address: str | None = None,
+    output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
+) -> None:
+    """Write a cluster file; asks at a terminal for what no flag says.
+
+    Parameters
+    ----------
+    file
+        The cluster file to write; in ./clusters `--on NAME` finds it. Nothing is overwritten.
+    target
+        What schedules jobs there: slurm, kubernetes, ray or local.
+    machine
+        The machine of its nodes: a name of the catalog (dgx-h100), an instance type (p5.48xlarge), a file, or cpu.
+    store
+        Where artefacts and runs are kept: a folder that all nodes see, or a bucket.
+    nodes
+        How many nodes there are.
+    address
+        Of Ray: where its head takes jobs (http://head:8265).
+    output
+        `json` for programs.
+    """
+    from trainshed.cli.recipes import check_new_file, write_new_file
+    from trainshed.errors import InputError
+    from trainshed.workflow.starter_files import TARGETS, starter_cluster
+
+    check_new_file(file)
+    scheduler = target or _ask(f"What schedules jobs there? {', '.join(TARGETS)}", "slurm", "--target")
+    kind = machine or _ask("Which machines? (dgx-h100, p5.48xlarge, a3-mega, cpu)", "dgx-h100", "--machine")
+    place = store or _ask(
+        "Where are runs kept? A folder that all nodes see, or a bucket", "/shared/trainshed", "--store"
+    )
+    count = nodes if nodes is not None else _ask("How many nodes are there?", "1", "--nodes", required=False)
+    if not str(count).isdecimal() or int(count) < 1:
+        raise InputError(f"`{count}` is not a number of nodes", where="--nodes", hint="write 1 or more")
+    if scheduler == "ray":
+        address = address or _ask("Where does Ray's head take jobs?", "http://head:8265", "--address")
+    text = starter_cluster(file.stem, scheduler, kind, place, int(count), address)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_new_file(file, text)
+    named = file.stem if file.parent == Path("clusters") else str(file)
+    _report(file, [f"trainshed clusters check {named}", f"trainshed plan RECIPE --on {named}"], output)
+
+
+app.command(recipe, name="recipe")
+
+
+def _ask(question: str, usual: str, flag: str, *, required: bool = True) -> str:
+    """Ask a person at a terminal; where there is none the flag must say it, or the usual answer is taken."""
+    from trainshed.errors import InputError
+
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        if not required:
+            return usual
+        raise InputError("is missing, and there is no terminal to ask at", where=flag, hint=f"write {flag} {usual}")
+    sys.stderr.write(f"{question} [{usual}] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip() or usual
+
+
+def _report(file: Path, next_steps: list[str], output: Output) -> None:
+    text = "\n".join([f"wrote {file}", "go on:", *(f"  {command}" for command in next_steps)])
+    print_report({"schema": "trainshed.init/1", "file": str(file), "next": next_steps}, output, text)

@@ -1,0 +1,85 @@
+"""Questions to a server that speaks OpenAI's API (ours, vLLM), with the standard library alone."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainshed.errors import InputError, TrainshedError
+from trainshed.redaction import redacted, shown_address
+from trainshed.reporting import waiting
+
+_CONCURRENT = 8
+_TIMEOUT_SECONDS = 600.0
+_SHOWN_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class CompletionsServer:
+    """A server, and the key that its requests bring."""
+
+    url: str
+    api_key: str | None = field(default=None, repr=False)
+
+    def model(self) -> str:
+        """Return the name of the model that it serves, the first of several."""
+        models = self._ask("/v1/models").get("data") or []
+        if not models:
+            raise TrainshedError("the server names no model", where=self._shown("/v1/models"))
+        return models[0]["id"]
+
+    def complete(self, text: str, *, model: str, max_tokens: int, chat: bool) -> str:
+        """Return the likeliest answer to a text: in a chat, or as the continuation of the text."""
+        common = {"model": model, "max_tokens": max_tokens, "temperature": 0}
+        if chat:
+            body = common | {"messages": [{"role": "user", "content": text}]}
+            return self._ask("/v1/chat/completions", body)["choices"][0]["message"]["content"] or ""
+        return self._ask("/v1/completions", common | {"prompt": text})["choices"][0]["text"]
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"}
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(f"{self.url.rstrip('/')}{path}", data=data, headers=headers)
+            with waiting(self._shown(path)), urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                reason = redacted(error.read().decode(errors="replace"))[:_SHOWN_CHARACTERS]
+            raise TrainshedError(f"the server refuses: {error.code} {reason}", where=self._shown(path)) from None
+        except urllib.error.URLError as error:
+            raise TrainshedError(
+                f"the server does not answer: {error.reason}",
+                where=self._shown(path),
+                hint="`trainshed serve CHECKPOINT` starts one; write --url http://HOST:PORT, without /v1",
+            ) from None
+        except ValueError:
+            raise InputError("is no server that speaks OpenAI's API", where=self._shown(path)) from None
+
+    def _shown(self, path: str) -> str:
+        return f"{shown_address(self.url.rstrip('/'))}{path}"
+
+
+def server_answers(
+    server: CompletionsServer, *, max_tokens: int, chat: bool
+) -> Callable[[Sequence[str], Callable[[int], None]], list[str]]:
+    """Answer questions through a server, some at a time."""
+    model = server.model()
+
+    def answer(texts: Sequence[str], on_answer: Callable[[int], None]) -> list[str]:
+        def one(text: str) -> str:
+            result = server.complete(text, model=model, max_tokens=max_tokens, chat=chat)
+            on_answer(1)
+            return result
+
+        with ThreadPoolExecutor(_CONCURRENT) as pool:
+            return list(pool.map(one, texts))
+
+    return answer

@@ -1,0 +1,182 @@
+"""Checkpoints of a foreign engine go to a bucket when they are committed, and come back before a run goes on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.models.tiny_models import save_tiny_hf
+from trainshed.checkpoints import mirror
+from trainshed.checkpoints.convert.convert import convert_weights
+from trainshed.checkpoints.formats import TargetFormat, detect_format
+from trainshed.checkpoints.mirror import fetch_checkpoints, mirrored_checkpoints, upload_checkpoints
+from trainshed.errors import CorruptData, StorageError
+from trainshed.storage import open_folder
+
+LATEST = "checkpoints-megatron/latest_checkpointed_iteration.txt"
+
+
+def write_iteration(run: Path, iteration: int, *, complete: bool = True, latest: bool = True) -> Path:
+    """A checkpoint in the form of Megatron's `torch_dist`."""
+    folder = run / f"checkpoints-megatron/iter_{iteration:07d}"
+    folder.mkdir(parents=True)
+    for rank in range(2):
+        (folder / f"__{rank}_0.distcp").write_bytes(bytes([iteration % 256]) * (1000 + rank))
+    (folder / "common.pt").write_bytes(b"common")
+    if complete:
+        (folder / ".metadata").write_bytes(b"table")
+    if latest:
+        (run / LATEST).write_text(str(iteration))
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "folder":
+        return str(tmp_path / "bucket" / "llama" / "1a2b")
+    return f"s3://{request.getfixturevalue('s3_bucket')}/experiments/llama/1a2b"
+
+
+def test_only_what_is_committed_goes_to_the_bucket_once_and_comes_back_as_it_was(address: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first, second = write_iteration(run, 10), write_iteration(run, 20)
+    write_iteration(run, 30, complete=False, latest=False)
+    write_iteration(run, 40, latest=False)  # its save has not ended: the marker is written last
+    assert upload_checkpoints(run, address) == [10, 20]
+    assert upload_checkpoints(run, address) == []
+    before = files_of(second)
+    assert sorted(each.step for each in mirrored_checkpoints(open_folder(address))) == [10, 20]
+    assert fetch_checkpoints(run, address) is None, "the run has its own"
+    shutil.rmtree(run)
+    assert fetch_checkpoints(run, address) == 20
+    assert files_of(second) == before
+    assert (run / LATEST).read_text() == "20"
+    assert sorted(path.name for path in (run / "checkpoints-megatron").iterdir()) == [second.name, Path(LATEST).name]
+    assert not first.exists()
+
+
+def test_the_bucket_keeps_as_many_as_the_recipe_says(address: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for iteration in (10, 20, 30):
+        write_iteration(run, iteration)
+        upload_checkpoints(run, address, keep=2)
+    bucket = open_folder(address)
+    assert sorted(each.step for each in mirrored_checkpoints(bucket)) == [20, 30]
+    assert not [info.path for info in bucket.list("checkpoints-megatron/iter_0000010")]
+
+
+def test_a_copy_that_was_interrupted_is_no_checkpoint_and_goes_on(address: str, tmp_path: Path) -> None:
+    run, bucket = tmp_path / "run", open_folder(address)
+    folder = write_iteration(run, 10)
+    # Killed after the first file.
+    bucket.put("checkpoints-megatron/iter_0000010/__0_0.distcp", (folder / "__0_0.distcp").read_bytes())
+    assert list(mirrored_checkpoints(bucket)) == []
+    assert fetch_checkpoints(tmp_path / "other", address) is None
+    assert upload_checkpoints(run, address) == [10]
+    # Somebody has shortened a file there since: it is not taken for what was committed.
+    bucket.put("checkpoints-megatron/iter_0000010/__1_0.distcp", b"short")
+    with pytest.raises(CorruptData, match="iter_0000010: it has"):
+        fetch_checkpoints(tmp_path / "other", address)
+    assert not (tmp_path / "other" / LATEST).exists()
+
+
+def test_a_byte_that_has_changed_in_the_bucket_is_found_before_the_engine_sees_it(address: str, tmp_path: Path) -> None:
+    run, bucket = tmp_path / "run", open_folder(address)
+    write_iteration(run, 10)
+    upload_checkpoints(run, address)
+    path = "checkpoints-megatron/iter_0000010/__1_0.distcp"
+    good = bucket.read(path)
+    bucket.put(path, bytes([good[0] ^ 1]) + good[1:])
+    other = tmp_path / "other"
+    with pytest.raises(CorruptData, match=r"__1_0\.distcp does not have the checksum of its manifest"):
+        fetch_checkpoints(other, address)
+    assert not (other / LATEST).exists()
+    bucket.put(path, good)
+    assert fetch_checkpoints(other, address) == 10
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_copied_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, address = tmp_path / "run", str(tmp_path / "bucket")
+    old = write_iteration(run, 10)
+    write_iteration(run, 20)
+    copy = mirror.copy_tree
+
+    def removed_on_the_way(source: str, *arguments: Any, **keywords: Any) -> Any:
+        if source == str(old):  # as keep_checkpoints.py does: what makes it loadable goes first
+            (old / ".metadata").unlink()
+            (old / "common.pt").unlink()
+        return copy(source, *arguments, **keywords)
+
+    monkeypatch.setattr(mirror, "copy_tree", removed_on_the_way)
+    assert upload_checkpoints(run, address) == [20]
+    assert [each.step for each in mirrored_checkpoints(open_folder(address))] == [20]
+
+
+def test_checkpoints_follow_a_training_and_a_bucket_that_is_away_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, address = tmp_path / "run", str(tmp_path / "bucket")
+    upload = mirror.upload_checkpoints
+    looks: list[int] = []
+
+    def now_and_then(*arguments: Any, **keywords: Any) -> list[int]:
+        looks.append(len(looks))
+        if len(looks) == 1:
+            raise StorageError("no answer")
+        return upload(*arguments, **keywords)
+
+    monkeypatch.setattr(mirror, "upload_checkpoints", now_and_then)
+
+    def training() -> bool:
+        """What happens between two looks; says when it is over."""
+        there = [each.step for each in mirrored_checkpoints(open_folder(address))]
+        if not run.exists():
+            write_iteration(run, 10)
+        elif there == [10] and not (run / "checkpoints-megatron/iter_0000020").exists():
+            write_iteration(run, 20)
+        return 20 in there
+
+    mirror.follow_checkpoints(run, address, training, every_seconds=0.01)
+    assert [each.step for each in mirrored_checkpoints(open_folder(address))] == [10, 20]
+    assert len(looks) == 3, "a bucket is asked only when there is something new"
+
+
+def test_weights_that_went_through_the_bucket_are_read_by_their_format(tmp_path: Path) -> None:
+    save_tiny_hf("llama", tmp_path / "hf", seed=1)
+    run, address = tmp_path / "run", str(tmp_path / "bucket")
+    made = run / "checkpoints-megatron"
+    convert_weights(str(tmp_path / "hf"), str(made), TargetFormat("megatron", "torch_dist"), logits=False)
+    (made / "release").rename(made / "iter_0000007")  # as if Megatron had trained seven steps
+    (run / LATEST).write_text("7")
+    before = files_of(made / "iter_0000007")
+    assert upload_checkpoints(run, address) == [7]
+    shutil.rmtree(run)
+    assert fetch_checkpoints(run, address) == 7
+    assert files_of(made / "iter_0000007") == before
+    assert detect_format(str(made)) == "megatron-torch_dist"
+
+
+def test_the_newest_goes_first_and_what_is_not_kept_is_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, sources = tmp_path / "run", []
+    for iteration in (10, 20, 30):
+        write_iteration(run, iteration)
+    copy = mirror.copy_tree
+
+    def noted(source: str, *arguments: Any, **keywords: Any) -> Any:
+        sources.append(Path(source).name)
+        return copy(source, *arguments, **keywords)
+
+    monkeypatch.setattr(mirror, "copy_tree", noted)
+    assert upload_checkpoints(run, str(tmp_path / "bucket"), keep=2) == [20, 30]
+    assert sources == ["iter_0000030", "iter_0000020"]
