@@ -23,6 +23,8 @@ from typing import Any, NoReturn
 
 _LAST_WORDS_SECONDS = 5.0
 """Between the moment a rank writes down where it hangs and its end."""
+_STORE_SECONDS = 10.0
+"""How long rank 0 stays for the others after an error of its own: it hosts the store that they may still read."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,17 @@ def _rank(job: Job, rank: int, folder: Path, server: int) -> NoReturn:
     part = folder / f"part-{rank}"
     part.write_bytes(pickle.dumps(outcome))
     part.rename(folder / f"outcome-{rank}")
+    if rank == 0 and outcome[1] is not None:
+        _wait_for_outcomes(folder, job.ranks)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _wait_for_outcomes(folder: Path, ranks: int) -> None:
+    deadline = time.monotonic() + _STORE_SECONDS
+    while len(list(folder.glob("outcome-*"))) < ranks and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _wait(children: dict[int, int], seconds: float) -> tuple[dict[int, int], set[int]]:
