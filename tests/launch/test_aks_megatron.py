@@ -213,4 +213,4 @@ def test_the_shipped_files_fit_the_image() -> None:
     text = target_of(cluster).render(job).text()
     assert "IBext_v9" in text
     assert "IBext_v11" not in text
-    assert job.files["keep_checkpoints.py"]
+    assert job.files["programs/keep_checkpoints.py"]

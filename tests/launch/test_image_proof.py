@@ -15,6 +15,7 @@ from support import TESTS
 from support.clusters.bare_python import bare_python
 from support.clusters.slurm_runs import NO_CODE, write_cluster
 from support.recipes.small_recipes import recipe_text
+from support.runs.job_files import write_files
 from support.runs.megatron_lm import environment, unpacked
 from trainshed.engines import prove_image
 from trainshed.errors import InputError
@@ -41,8 +42,7 @@ def write_job(job: Job, folder: Path, **changed: Any) -> Path:
     """Write a job's files as a pod sees them, with some keys of what is expected of the image changed."""
     place = folder / "job"
     place.mkdir()
-    for name, text in job.files.items():
-        (place / name).write_text(text.replace(MOUNTED_JOB, str(place)))
+    write_files(place, {name: text.replace(MOUNTED_JOB, str(place)) for name, text in job.files.items()})
     asked = json.loads((place / REQUEST_FILE).read_text()) | changed
     (place / REQUEST_FILE).write_text(json.dumps(asked))
     return place
@@ -168,8 +168,7 @@ def test_torchtune_holds_its_components_against_their_signatures(option: str, tm
     job_files["torchtune.yaml"] = written.replace("\n  lr: ", f"\n  {option}: ", 1)
     place = tmp_path / "job"
     place.mkdir()
-    for name, text in job_files.items():
-        (place / name).write_text(text)
+    write_files(place, job_files)
     asked = json.loads(job_files[REQUEST_FILE]) | {"config": str(place / "torchtune.yaml"), "program": None}
     (place / REQUEST_FILE).write_text(json.dumps(asked))
     done = subprocess.run(

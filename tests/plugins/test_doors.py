@@ -12,6 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from support.runs.job_files import write_files
 from support.runs.plugged_ranks import EXAMPLES, write_plugged
 from support.runs.small_runs import events
 from trainshed.cli import run_cli
@@ -237,8 +238,7 @@ def test_a_node_with_another_plugin_of_the_same_name_stops(recipe: Path, tmp_pat
     job = build_job(load_recipe(recipe), load_cluster(recipe.parent / "slurm.yaml"), offline=True)
     folder = tmp_path / "job"
     folder.mkdir()
-    for name, text in job.files.items():
-        (folder / name).write_text(text)
+    write_files(folder, job.files)
     for source in load_recipe(recipe).plugin_sources:
         shutil.copy(source.place, folder)
     (folder / "csv_exporter.py").write_text((folder / "csv_exporter.py").read_text() + "\n")

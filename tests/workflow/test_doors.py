@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.recipes.small_recipes import recipe_text
+from support.runs.job_files import write_files
 from trainshed.cli import run_cli
 from trainshed.launch.job import CodeArchive
 from trainshed.recipe import Recipe, load_cluster, load_recipe, to_yaml
@@ -81,8 +82,7 @@ def test_the_worker_refuses_it_too_whoever_wrote_its_files(
     job = build_job(changed("train.precision=bf16"), load_cluster("elsewhere.yaml"), code=CODE, offline=True)
     folder = here / "job"
     folder.mkdir()
-    for name, text in job.files.items():
-        (folder / name).write_text(text)
+    write_files(folder, job.files)
     (folder / "recipe.yaml").write_text(to_yaml(changed(*overrides)))
     assert what in said(capsys, "worker", "prepare", "--job", str(folder))
     assert not (here / "shared").exists(), "work was done"

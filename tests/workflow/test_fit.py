@@ -9,6 +9,7 @@ import pytest
 
 from support.models.tiny_models import save_tiny_hf
 from support.recipes.text_recipes import write_recipe, write_script
+from support.runs.job_files import write_files
 from trainshed.cli import run_cli
 from trainshed.data.text.corpus import find_inputs
 from trainshed.data.tokenize.tokenizer import train_tokenizer
@@ -65,9 +66,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused_at_every_door_before_
 def test_a_tokenizer_that_only_nodes_reach_is_refused_by_their_first_stage(folder: Path) -> None:
     (folder / "words").rename(folder / "elsewhere")
     job = build_job(load_recipe("recipe.yaml", SMALL), load_cluster(cluster_of(folder)), code=CODE)
-    for name, text in job.files.items():
-        (folder / "job" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "job" / name).write_text(text)
+    write_files(folder / "job", job.files)
     (folder / "elsewhere").rename(folder / "words")
     for stage in ("tokenise", "prepare"):
         with pytest.raises(RecipeError, match=LARGER):

@@ -61,7 +61,7 @@ def test_vllm_is_started_by_a_script_of_the_job_in_its_own_image(tmp_path: Path)
     assert "--tensor-parallel-size 4" in job.files["serve.sh"]
     own = "--middleware megatron_api.MegatronApi"
     assert job.files["serve.sh"].endswith(f'--seed=3 {own} --port "${{TRAINSHED_PORT:-8000}}"\n')
-    assert "class MegatronApi" in job.files["megatron_api.py"]
+    assert "class MegatronApi" in job.files["programs/megatron_api.py"]
 
 
 GPUS = "serve={engine: vllm, gpus: 4, image: x}"

@@ -11,6 +11,7 @@ import pytest
 from support.models.megatron_folders import assert_equal
 from support.models.tiny_models import save_tiny_hf, tiny_config
 from support.recipes.text_recipes import write_recipe, write_script
+from support.runs.job_files import write_files
 from trainshed.checkpoints.convert.convert import convert_weights
 from trainshed.checkpoints.formats import TargetFormat, open_weights
 from trainshed.data.tokens.indexed_dataset import IndexedDataset
@@ -44,9 +45,7 @@ def written_job(tmp_path: Path, recipe: Recipe, parts: int = 1) -> tuple[Path, P
     )
     job = build_job(recipe, load_cluster(cluster), code=CODE)
     folder = tmp_path / "job"
-    for name, text in job.files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+    write_files(folder, job.files)
     return folder, Path(job.run)
 
 

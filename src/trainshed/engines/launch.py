@@ -90,6 +90,8 @@ class CpuStage:
 
 
 NODE_NUMBER = "{node}"
+PROGRAMS = "programs"
+"""The folder, among a job's files, of programs of this package that run in images without it."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def _adapter_launch(task: EngineTask, gpu: Gpu | None) -> EngineLaunch:
     )
 
 
-STAGE_FILE = "stage_tokens.py"
+STAGE_FILE = f"{PROGRAMS}/stage_tokens.py"
 SHARED_MEMORY = "/dev/shm"
 
 
@@ -211,7 +213,7 @@ def staging_files(task: EngineTask) -> dict[str, str]:
     """Return the file of the job that `staging_command` runs."""
     if not staging_command(task):
         return {}
-    return {STAGE_FILE: Path(__file__).with_name(STAGE_FILE).read_text(encoding="utf-8")}
+    return {STAGE_FILE: Path(__file__).with_name(Path(STAGE_FILE).name).read_text(encoding="utf-8")}
 
 
 def losses_rank(recipe: Recipe, image: str | None, world_size: int) -> int:

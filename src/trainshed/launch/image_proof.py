@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshed.engines import prove_image
-from trainshed.engines.launch import NODE_NUMBER, EngineLaunch, EngineSite
+from trainshed.engines.launch import NODE_NUMBER, PROGRAMS, EngineLaunch, EngineSite
 from trainshed.errors import InputError
 from trainshed.launch.fabric import FabricSetup
 from trainshed.recipe import Cluster
@@ -21,7 +21,7 @@ from trainshed.run_folder import IMAGE_CHECKS
 
 IMAGE_STAGE = "image"
 REQUEST_FILE = "image.json"
-PROGRAM_FILE = "prove_image.py"
+PROGRAM_FILE = f"{PROGRAMS}/prove_image.py"
 OLDEST_PYTHON = {"torch": (3, 11)}
 """By engine; for what runs of ours in the images of others it is 3.8."""
 _OWN_MODULES = ("torch", "safetensors")

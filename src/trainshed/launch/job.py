@@ -1,8 +1,9 @@
 """A job: one recipe on one cluster as stages, decided in full before anything is rendered.
 
 A target renders a job into a `SubmitRequest` (`target.py`) and decides nothing itself. The files of a job are sent
-inside the request (a heredoc, a ConfigMap) and stored in one folder on every node. `job.json` is the job as the node
-agent reads it. `setup.sh` is the cluster file's `setup`: a site's lines that every node runs first.
+with the request (a script that writes them, a ConfigMap) and are in one folder on every node. `job.json` is the job as
+the node agent reads it. `setup.sh` is the cluster file's `setup`: a site's lines that every node runs first.
+`programs/` are programs of ours that run in images without our package.
 """
 
 from __future__ import annotations

@@ -16,7 +16,14 @@ from typing import ClassVar
 from trainshed.errors import InputError
 from trainshed.launch.fabric import fabric_setup
 from trainshed.launch.job import SETUP_FILE, Job, Stage, setup_script
-from trainshed.launch.slurm.render import FIRST_COMMAND, export_line, node_script, node_script_file, write_job_files
+from trainshed.launch.slurm.render import (
+    FIRST_COMMAND,
+    export_line,
+    link_job_files,
+    node_script,
+    node_script_file,
+    write_job_files,
+)
 from trainshed.launch.target import RequestPart, StageState, SubmitRequest, SubmittedJob
 from trainshed.recipe import Cluster
 
@@ -110,6 +117,7 @@ def stage_script(job: Job, stage: Stage) -> str:
         'export TRAINSHED_BEGAN SLURM_NODEID="${TRAINSHED_NODE_RANK:-0}"',
         'mkdir -p "$run"',
         *write_job_files(files),
+        *link_job_files(),
     ]
     if stage.parts > 1:
         lines += [f"for part in $(seq 0 {stage.parts - 1}); do", f"  SLURM_ARRAY_TASK_ID=$part {command}", "done"]

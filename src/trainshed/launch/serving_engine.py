@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trainshed.engines.launch import PROGRAMS
 from trainshed.launch import megatron_api
 from trainshed.launch.vllm import vllm_command
 from trainshed.plugins import Registry
@@ -38,7 +39,7 @@ class ServingEngine(ABC):
         """
 
     def job_files(self) -> dict[str, str]:
-        """Return files that a job needs besides, by name; the folder they are in is on PYTHONPATH."""
+        """Return files that a job needs besides, by name; the folders they are in are on PYTHONPATH."""
         return {}
 
     def job_arguments(self) -> list[str]:
@@ -65,7 +66,7 @@ class VllmServer(ServingEngine):
     def job_files(self) -> dict[str, str]:
         """Return what answers Megatron's clients."""
         file = Path(megatron_api.__file__)
-        return {file.name: file.read_text(encoding="utf-8")}
+        return {f"{PROGRAMS}/{file.name}": file.read_text(encoding="utf-8")}
 
     def job_arguments(self) -> list[str]:
         """Return how vLLM takes it in."""

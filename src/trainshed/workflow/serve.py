@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import shlex
 from math import ceil
 from pathlib import Path
@@ -89,10 +90,11 @@ def serve_script(recipe: Recipe, run: str) -> str:
     words = engine.command(recipe, export_address(recipe, run), drain_seconds=DRAIN_SECONDS)
     command = shlex.join([*words, *engine.job_arguments()])
     lines = ["#!/usr/bin/env bash", "set -euo pipefail"]
-    if engine.job_files():
+    if names := engine.job_files():
+        folders = sorted({posixpath.join("$folder", posixpath.dirname(name)).rstrip("/") for name in names})
         lines += [
             'folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
-            'export PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}"',
+            f'export PYTHONPATH="{":".join(folders)}${{PYTHONPATH:+:$PYTHONPATH}}"',
             f"export {MODEL_VARIABLE}={shlex.quote(recipe.name)}",
         ]
     if key is not None:

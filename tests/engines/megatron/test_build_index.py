@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from support.recipes.megatron_tasks import megatron_task
+from support.runs.job_files import write_files
 from trainshed.data.tokens.indexed_dataset import write_index
 from trainshed.engines.launch import EngineLaunch
 from trainshed.engines.megatron import megatron_launch
@@ -63,8 +64,7 @@ def prepared(folder: Path, *overrides: str, program: bool = True) -> EngineLaunc
     task = replace(task, site=replace(task.site, run_folder=str(run), job_folder=str(folder / "job")))
     engine = task.recipe.engine.model_copy(update={"program": str(folder / "pretrain_gpt.py")})
     launch = megatron_launch(replace(task, recipe=task.recipe.model_copy(update={"engine": engine})))
-    for name, text in launch.files.items():
-        (folder / "job" / name).write_text(text)
+    write_files(folder / "job", launch.files)
     return launch
 
 

@@ -54,7 +54,7 @@ def test_a_launch_is_as_it_was(name: str) -> None:
 def test_the_index_job_is_as_it_was() -> None:
     launch = megatron_launch(TASKS["llama3.1-70b-cpt-amd"])
     check_golden("engines/megatron/index.json", launch.files["index.json"])
-    assert launch.cpu_stages[0].argv == ("python3", f"{RUN}/job/build_index.py", f"{RUN}/job/index.json")
+    assert launch.cpu_stages[0].argv == ("python3", f"{RUN}/job/programs/build_index.py", f"{RUN}/job/index.json")
 
 
 PRESETS = ("llama3-8b", "llama3.1-8b", "qwen2.5-7b", "qwen3-8b", "gpt2-xl", "mistral-7b-v0.1", "mixtral-8x7b",

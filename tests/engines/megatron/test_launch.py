@@ -211,11 +211,12 @@ def test_shapes_and_stacks_are_asked_for_where_a_version_can_be() -> None:
 
 def test_old_checkpoints_are_removed_by_a_program_of_the_job() -> None:
     launch = megatron_launch(megatron_task("llama3-8b", "checkpoint.keep=2"))
-    assert launch.companion == ("python3", f"{RUN}/job/keep_checkpoints.py", f"{RUN}/checkpoints-megatron", "2")
-    assert "remove_old" in launch.files["keep_checkpoints.py"]
+    program = "programs/keep_checkpoints.py"
+    assert launch.companion == ("python3", f"{RUN}/job/{program}", f"{RUN}/checkpoints-megatron", "2")
+    assert "remove_old" in launch.files[program]
     assert any("removes all but the newest 2" in note for note in launch.notes)
     all_kept = megatron_launch(megatron_task("llama3-8b", "checkpoint.keep=null"))
-    assert (all_kept.companion, "keep_checkpoints.py" in all_kept.files) == ((), False)
+    assert (all_kept.companion, program in all_kept.files) == ((), False)
 
 
 def test_nothing_of_the_run_lies_outside_its_folder() -> None:

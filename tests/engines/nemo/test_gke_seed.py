@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from support.recipes.foreign_tasks import FILES, task_of
+from support.runs.job_files import write_files
 from trainshed.engines.keys import flatten
 from trainshed.engines.launch import build_launch, launcher_script
 from trainshed.launch.job import CodeArchive, Job
@@ -128,8 +129,7 @@ def test_the_job_reads_its_config_stages_its_tokens_logs_by_node_and_is_started_
     task = task_of(parse_recipe(SMALL), nodes=2, steps=4, gpus_per_node=1, **places)
     launch = replace(build_launch(task), program=str(tmp_path / "standin.py"))
     (tmp_path / "standin.py").write_text(STAND_IN)
-    for name, text in launch.files.items():
-        (files / name).write_text(text)
+    write_files(files, launch.files)
     (files / "train.sh").write_text(launcher_script(launch, task.site, python=sys.executable))
 
     def start(attempt: int) -> list[int]:

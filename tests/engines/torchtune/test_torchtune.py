@@ -616,7 +616,7 @@ def test_the_rendered_program_starts_the_installed_recipe_with_its_ranks_untouch
     )
     launch = build_launch(task())
     program = tmp_path / "start_torchtune.py"
-    program.write_text(launch.files["start_torchtune.py"])
+    program.write_text(launch.files["programs/start_torchtune.py"])
     words = [sys.executable, str(program), launch.arguments[0], "torchtune.yaml"]
     done = subprocess.run(
         [*words, str(base), str(tmp_path / "o"), *last, "version=0.6.1"],

@@ -47,7 +47,7 @@ def test_a_line_in_an_environment_on_the_shared_disk(tmp_path: Path) -> None:
         Stage("export", cpus=8, memory="32Gi"),
     )
     request = render(job_of(cluster, *stages))
-    assert [part.name for part in request.parts] == [f"{stage.name}.sbatch" for stage in stages]
+    assert [part.name for part in request.parts] == ["files.sh", *(f"{stage.name}.sbatch" for stage in stages)]
     assert list(request.uploads) == [f"code/{CODE.sha256}/{CODE.name}"]
     check_golden("slurm/line.sbatch", request.text())
     assert render(job_of(cluster, *stages)) == request
@@ -106,13 +106,13 @@ def test_a_server_is_queued_again_when_its_time_is_up_or_it_fails(tmp_path: Path
 def test_a_sites_lines_run_on_the_nodes_or_before_their_container(tmp_path: Path) -> None:
     source = '. "$files"/setup.sh\n'
     bare = render(job_of(cluster_of(tmp_path, PLAIN | {"setup": ["module load cuda"]}), Stage("train", nodes=2)))
-    node = bare.text().partition('cat >"$new"/train.node.sh')[2]
-    assert source in node.partition("END_OF_FILE\n")[0]
+    files, script = (part.text for part in bare.parts)
+    node = files.partition('cat >"$new"/train.node.sh')[2].partition("END_OF_FILE\n")[0]
     assert node.index(source) < node.index("export VIRTUAL_ENV="), "before the Python environment is entered"
-    assert source not in node.rpartition("END_OF_FILE\n")[2]
+    assert source not in script
     body = {"name": "c", "target": "slurm", "machine": "dgx-h100", "image": "a/b", "setup": ["module load cuda"]}
     inside = render(job_of(cluster_of(tmp_path, body | {"slurm": {"container": "pyxis"}}), Stage("train", nodes=2)))
-    files, _, script = inside.text().rpartition("END_OF_FILE\n")
+    files, script = (part.text for part in inside.parts)
     assert source not in files, "a container has no `module`"
     assert script.index(source) < script.index("srun ")
 
@@ -120,11 +120,11 @@ def test_a_sites_lines_run_on_the_nodes_or_before_their_container(tmp_path: Path
 def test_only_the_ids_of_earlier_stages_are_filled_in(tmp_path: Path) -> None:
     stages = (Stage("fetch"), Stage("prepare"), Stage("train"))
     job = job_of(cluster_of(tmp_path, PLAIN), *stages)
-    tricky = "#SBATCH --dependency=afterok:<id of fetch>\n#SBATCH --dependency=afterok:<id of prepare>\n"
-    text = render(replace(job, files={**job.files, "notes.txt": tricky})).parts[-1].text
+    tricky = "#SBATCH --dependency=afterok:<id of prepare>\n"
+    text = render(job).parts[-1].text + tricky
     filled = fill_dependency_ids(text, {"fetch": "11", "prepare": "12"})
     assert filled == text.replace("afterok:<id of prepare>", "afterok:12", 1)
-    assert tricky in filled
+    assert filled.endswith(tricky)
 
 
 BASE = {"name": "c", "target": "slurm", "machine": "cpu"}
@@ -216,16 +216,18 @@ def test_nothing_that_a_person_writes_breaks_out_of_a_script(
     }
     job = job_of(cluster_of(tmp_path, body), Stage("train", nodes=2, restarts=1), run=run, code=None)
     job = replace(job, files={**job.files, name: text})
-    script = render(job).parts[0].text
+    files_script, script = (part.text for part in render(job).parts)
+    (place / "files.sh").write_text(files_script)
     (place / "script").write_text(script)
-    assert subprocess.run(["bash", "-n", str(place / "script")], check=False).returncode == 0
+    for file in ("files.sh", "script"):
+        assert subprocess.run(["bash", "-n", str(place / file)], check=False).returncode == 0
     environment = {
         "PATH": f"{stubs}:{os.environ['PATH']}",
         "SEEN": str(place),
         "SLURM_JOB_ID": "5",
         "SLURM_JOB_NODELIST": "node-[1-2]",
     }
-    Path(run).mkdir(parents=True)
+    subprocess.run(["bash", str(place / "files.sh")], cwd=place / "work", env=environment, check=True)
     done = subprocess.run(
         ["bash", str(place / "script")], cwd=place / "work", env=environment, capture_output=True, check=False
     )
@@ -240,3 +242,32 @@ def test_nothing_that_a_person_writes_breaks_out_of_a_script(
     assert Path(run, "job").resolve() == files
     assert not list(place.rglob("canary"))
     assert [line for line in script.splitlines()[:12] if "--partition" in line] == [sbatch_option("--partition", name)]
+
+
+def test_programs_come_from_the_store_by_their_hash(tmp_path: Path) -> None:
+    program = "print('proven')\n"
+    run = f"{tmp_path}/a store/runs/small/1a2b3c4d"
+    stage = Stage("image", script="image.sh")
+    job = job_of(cluster_of(tmp_path, BASE), stage, run=run, code=None)
+    job = replace(job, files={**job.files, "image.sh": "true\n", "programs/prove_image.py": program})
+    request = render(job)
+    assert program not in request.text()
+    ((path, data),) = request.uploads.items()
+    assert (path.rpartition("/")[2], data.decode()) == ("prove_image.py", program)
+    stored = tmp_path / "a store" / path
+    stored.parent.mkdir(parents=True)
+    script = request.parts[0].text
+    for content, code in (("print('changed')\n", 1), (program, 0), (program, 0)):
+        stored.write_text(content)
+        done = subprocess.run(["bash", "-s"], input=script, capture_output=True, text=True, check=False)
+        assert (done.returncode, f"{path} is not what was submitted" in done.stderr) == (code, code == 1), done.stderr
+        assert len(list(Path(run, "jobs").glob("[!.]*"))) == 1 - code, "all files or none"
+    (files,) = Path(run, "jobs").glob("[!.]*")
+    assert (files / "programs" / "prove_image.py").read_text() == program
+
+
+def test_a_script_without_its_files_says_how_they_are_written(tmp_path: Path) -> None:
+    job = job_of(cluster_of(tmp_path, BASE), Stage("train"), run=f"{tmp_path}/store/runs/small/1a2b3c4d", code=None)
+    done = subprocess.run(["bash", "-s"], input=render(job).parts[-1].text, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "is missing; files.sh of `trainshed render --out DIR` writes it" in done.stderr

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,15 @@ import orjson
 import pytest
 
 from support.clusters.slurm_cluster import SlurmCluster
-from support.clusters.slurm_runs import SlurmRun, SlurmRuns
+from support.clusters.slurm_runs import SlurmRun, SlurmRuns, write_cluster
+from support.recipes.small_recipes import recipe_text
 from support.runs.small_runs import difference, figures
+from trainshed.cli import run_cli
 from trainshed.launch.attempt import read_plan
+from trainshed.launch.slurm.target import SlurmTarget
+from trainshed.launch.target import SubmittedJob
 from trainshed.observe.event_log import read_events, read_steps
+from trainshed.recipe import load_cluster
 from trainshed.storage import LocalStore
 
 pytestmark = pytest.mark.slurm
@@ -81,6 +88,28 @@ def test_the_whole_line_runs_as_jobs_that_wait_for_each_other(line: SlurmRun, sl
     verdict = orjson.loads((line.folder / "health/attempt-0001/preflight/verdict.json").read_bytes())
     assert verdict["verdict"] in ("pass", "warn")
     assert list(verdict["hosts"].values()) == hosts(line, 1)
+
+
+def test_what_render_writes_trains_the_same_by_hand_with_plain_sbatch(
+    slurm_runs: SlurmRuns, undisturbed: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    recipe, scripts = tmp_path / "recipe.yaml", tmp_path / "scripts"
+    recipe.write_text(recipe_text("dense"))
+    cluster = write_cluster(tmp_path)
+    assert run_cli(["render", str(recipe), *SHORT, "--on", str(cluster), "--out", str(scripts)]) == 0
+    shutil.copytree(scripts / "store", tmp_path / "store")
+    subprocess.run(["bash", scripts / "files.sh"], check=True)
+    ids: dict[str, str] = {}
+    for stage in ("prepare", "train"):
+        script = scripts / f"{stage}.sbatch"
+        script.write_text(script.read_text().replace("<id of prepare>", ids.get("prepare", "")))
+        ids[stage] = slurm_runs.slurm.run("sbatch", "--parsable", str(script)).strip()
+    (folder,) = (tmp_path / "store").glob("runs/*/*")
+    submitted = SubmittedJob("by hand", str(folder), "slurm", ids)
+    slurm_runs.keep(submitted)
+    run = SlurmRun(slurm_runs.slurm, SlurmTarget(load_cluster(cluster)), submitted)
+    assert run.wait().state == "done", run.all_logs()
+    assert figures(trained(folder)) == figures(undisturbed)
 
 
 def test_a_run_that_is_asked_to_save_and_then_loses_a_node_ends_as_if_nothing_had_happened(

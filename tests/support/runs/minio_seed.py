@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 
 from support.models.made_tokenizers import CONFIGS, docstrings, gpt2, save
 from support.models.tiny_models import save_tiny_hf
+from support.runs.job_files import write_files
 from support.runs.megatron_lm import CPU_ARGS, engine_programs, unpacked
 from trainshed.launch.job import MOUNTED_JOB, Job
 from trainshed.launch.ray.target import RayTarget
@@ -194,8 +195,7 @@ def run_stages(job: Job, folder: Path, stages: tuple[str, ...], variables: dict[
     """Run stages of a job for Kubernetes by their own command lines; its files lie in `folder`/job, not in a pod."""
     place = folder / "job"
     place.mkdir(exist_ok=True)
-    for name, text in job.files.items():
-        (place / name).write_text(text.replace(MOUNTED_JOB, str(place)))
+    write_files(place, {name: text.replace(MOUNTED_JOB, str(place)) for name, text in job.files.items()})
     for name in stages:
         script = job.stage(name).script
         ours = [sys.executable, "-m", "trainshed", "worker", name, "--job", str(place)]

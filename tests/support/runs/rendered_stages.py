@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.runs.job_files import write_files
 from trainshed.launch.job import MOUNTED_JOB, Job
 
 MACHINE = """
@@ -50,8 +51,7 @@ def run_stages(job: Job, folder: Path, stages: tuple[str, ...], variables: dict[
     """Run stages by their own command lines; the job's folder lies elsewhere than in a pod."""
     place = folder / "job"
     place.mkdir(exist_ok=True)
-    for name, text in job.files.items():
-        (place / name).write_text(text.replace(MOUNTED_JOB, str(place)))
+    write_files(place, {name: text.replace(MOUNTED_JOB, str(place)) for name, text in job.files.items()})
     for name in stages:
         stage = job.stage(name)
         ours = [sys.executable, "-m", "trainshed", "worker", name, "--job", str(place)]

@@ -15,7 +15,7 @@ from trainshed.checkpoints.megatron import retention
 from trainshed.engines.document_flags import DOCUMENT_MASK_KEY, MASK_IGNORED, document_problems
 from trainshed.engines.key_table import mirror_problems, unhonoured_problems
 from trainshed.engines.keys import EngineSetting
-from trainshed.engines.launch import CpuStage, EngineInput, EngineLaunch, EngineTask, ImageExpectation
+from trainshed.engines.launch import PROGRAMS, CpuStage, EngineInput, EngineLaunch, EngineTask, ImageExpectation
 from trainshed.engines.megatron.arguments import known_arguments
 from trainshed.engines.megatron.data_args import BOUNDARIES, PROFILE_OPTION_VERSIONS, PROFILE_OPTIONS
 from trainshed.engines.megatron.keys import MEGATRON_TABLE, checkpoint_folder
@@ -87,7 +87,7 @@ def megatron_launch(task: EngineTask) -> EngineLaunch:
     )
 
 
-KEEP_SCRIPT = "keep_checkpoints.py"
+KEEP_SCRIPT = f"{PROGRAMS}/keep_checkpoints.py"
 
 
 def _last_checkpoint(task: EngineTask) -> tuple[str, str] | None:
@@ -158,7 +158,7 @@ def _notes(task: EngineTask, settings: MegatronSettings) -> Iterator[str]:
     if keep is None:
         yield "all checkpoints are kept: checkpoint.keep is null"
     else:
-        yield f"Megatron deletes no checkpoints: the first node removes all but the newest {keep} ({KEEP_SCRIPT})"
+        yield f"Megatron deletes no checkpoints: the first node removes all but the newest {keep} (keep_checkpoints.py)"
     if recipe.checkpoint.resume == "must" and settings.known.version != "head":
         version = settings.known.version
         yield f"without a checkpoint {version} ends with exit code 0; build_index.py looks for one before"
@@ -337,7 +337,7 @@ def _layout_problems(task: EngineTask) -> Iterator[Problem]:
         yield Problem(("layout", "replicate"), "there is nothing to share out with `shard: none`", "delete it")
 
 
-SCRIPT, REQUEST_FILE = "build_index.py", "index.json"
+SCRIPT, REQUEST_FILE = f"{PROGRAMS}/build_index.py", "index.json"
 # What pretrain_gpt.py hands to GPTDatasetConfig, by Megatron's names of the arguments; a version takes what it has.
 _CONFIG = {
     "random_seed": "seed",
@@ -393,7 +393,7 @@ def index_files(settings: MegatronSettings, task: EngineTask, program: str) -> d
     }
     # Versions without the argument count the rows when they build the tokenizer, unless they are there.
     request["tokenizer"].setdefault("padded_vocab_size", padded_vocabulary(task))
-    script = (Path(__file__).with_name(SCRIPT)).read_text(encoding="utf-8")
+    script = Path(__file__).with_name(Path(SCRIPT).name).read_text(encoding="utf-8")
     return {SCRIPT: script, REQUEST_FILE: json.dumps(request, indent=1) + "\n"}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainshed.engines.key_table import budget_problems, unhonoured_problems
 from trainshed.engines.keys import added_arguments, argument_problems, to_yaml
-from trainshed.engines.launch import EngineLaunch, EngineTask, ImageExpectation
+from trainshed.engines.launch import PROGRAMS, EngineLaunch, EngineTask, ImageExpectation
 from trainshed.engines.profiles import profile_problems
 from trainshed.engines.torchtune.adapters import adapter_problems
 from trainshed.engines.torchtune.builders import TorchtuneBuilder, builder_of, known_presets, task_builder
@@ -25,7 +25,7 @@ from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
 
 CONFIG_FILE = "torchtune.yaml"
-START_FILE = "start_torchtune.py"
+START_FILE = f"{PROGRAMS}/start_torchtune.py"
 _ENVIRONMENT = {
     # Compiled kernels on local disk: thousands of small files, and a network file system locks them.
     "TRITON_CACHE_DIR": "/tmp/triton_cache",

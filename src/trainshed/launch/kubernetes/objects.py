@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from trainshed import __version__
+from trainshed.engines.launch import PROGRAMS
 from trainshed.launch.job import MOUNTED_JOB, Job, Stage
 from trainshed.launch.kubernetes.kinds import (
     COMPONENT_LABEL,
@@ -37,7 +38,7 @@ CODE_FOLDER = "/etc/trainshed/code"
 LOCAL_FOLDER = "/var/tmp/trainshed"
 UNPACKED_FOLDER = f"{LOCAL_FOLDER}/code"
 ENTRY_FILE = "entry.sh"
-RAY_DRIVER_FILE = "ray_driver.py"
+RAY_DRIVER_FILE = f"{PROGRAMS}/ray_driver.py"
 """The driver of a foreign engine on Ray, among the files of a job."""
 
 

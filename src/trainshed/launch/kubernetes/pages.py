@@ -60,7 +60,7 @@ def _with_code_in_config_maps(cluster: Cluster) -> Cluster:
 def page_objects(job: Job, *, keep: bool) -> list[KubeObject]:
     """Return what is applied: the job's files, and a Job; or a Service and a Deployment, named after the page."""
     (plan,), config_maps = plan_stages(job)
-    content = [*config_maps.objects, *config_maps.code.objects]
+    content = [*config_maps.objects, *config_maps.programs, *config_maps.code.objects]
     page = plan.stage.name
     template = pod_template(plan, ContainerOptions(page), restart_policy="Always" if keep else "Never")
     container = template["spec"]["containers"][0]

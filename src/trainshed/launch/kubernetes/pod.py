@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainshed.catalog import find_machine
+from trainshed.engines.launch import PROGRAMS
 from trainshed.errors import InputError
 from trainshed.launch.fabric import FabricSetup, PodRequirements
 from trainshed.launch.job import DEFAULT_PORT, MASTER_PORT, SETUP_FILE, Job, ServingSpec, Stage
@@ -49,6 +50,8 @@ class JobConfigMaps:
     """The ConfigMaps of a job's files, its code, and how pods mount them."""
 
     objects: tuple[KubeObject, ...]
+    programs: tuple[KubeObject, ...]
+    """Those of our programs among the files: nobody reads them in a rendered job."""
     volumes: tuple[KubeObject, ...]
     mounts: tuple[KubeObject, ...]
     code: CodeDelivery
@@ -57,9 +60,12 @@ class JobConfigMaps:
 def job_config_maps(job: Job) -> JobConfigMaps:
     """Return a job's files as ConfigMaps, and how its code is sent."""
     files = dict(job.files) | {ENTRY_FILE: entry_script()}
-    maps_and_sources = list(_file_config_maps(job, files))
-    objects = [config_map for config_map, _ in maps_and_sources]
-    volumes: list[KubeObject] = [{"name": "job", "projected": {"sources": [source for _, source in maps_and_sources]}}]
+    programs = {name: text for name, text in files.items() if name.startswith(f"{PROGRAMS}/")}
+    own_files = {name: text for name, text in files.items() if name not in programs}
+    file_maps = list(_file_config_maps(job, own_files, "files"))
+    program_maps = list(_file_config_maps(job, programs, PROGRAMS)) if programs else []
+    sources = [source for _, source in (*file_maps, *program_maps)]
+    volumes: list[KubeObject] = [{"name": "job", "projected": {"sources": sources}}]
     mounts: list[KubeObject] = [{"name": "job", "mountPath": JOB_FOLDER, "readOnly": True}]
     code = code_delivery(job)
     if code.volume is not None and code.mount is not None:
@@ -67,7 +73,13 @@ def job_config_maps(job: Job) -> JobConfigMaps:
         mounts.append(code.mount)
     volumes.append({"name": "local", "emptyDir": {}})
     mounts.append({"name": "local", "mountPath": LOCAL_FOLDER})
-    return JobConfigMaps(tuple(objects), tuple(volumes), tuple(mounts), code)
+    return JobConfigMaps(
+        tuple(config_map for config_map, _ in file_maps),
+        tuple(config_map for config_map, _ in program_maps),
+        tuple(volumes),
+        tuple(mounts),
+        code,
+    )
 
 
 def entry_script() -> str:
@@ -75,12 +87,12 @@ def entry_script() -> str:
     return (Path(__file__).with_name(ENTRY_FILE)).read_text(encoding="utf-8")
 
 
-def _file_config_maps(job: Job, files: Mapping[str, str]) -> Iterator[tuple[KubeObject, KubeObject]]:
+def _file_config_maps(job: Job, files: Mapping[str, str], suffix: str) -> Iterator[tuple[KubeObject, KubeObject]]:
     """Yield ConfigMaps of files, each with the source that mounts it; a path that is not a valid key gets one."""
     digest = hashlib.sha256(json.dumps(dict(files), sort_keys=True).encode()).hexdigest()[:10]
     for number, group in enumerate(_group_files(job, files)):
-        name = fit_name(job.name, f"-files-{digest}" + (f"-{number}" if number else ""))
-        paths = {path if _CONFIG_MAP_KEY.fullmatch(path) else f"path-{index}": path for index, path in enumerate(group)}
+        name = fit_name(job.name, f"-{suffix}-{digest}" + (f"-{number}" if number else ""))
+        paths = {_config_map_key(path, index): path for index, path in enumerate(group)}
         config_map = new_object(
             CONFIG_MAP,
             _labelled(job_metadata(job, name, "content"), code_label(job.code)),
@@ -91,6 +103,11 @@ def _file_config_maps(job: Job, files: Mapping[str, str]) -> Iterator[tuple[Kube
         if any(key != path for key, path in paths.items()):
             source["items"] = [{"key": key, "path": path} for key, path in paths.items()]
         yield config_map, {"configMap": source}
+
+
+def _config_map_key(path: str, index: int) -> str:
+    name = path.removeprefix(f"{PROGRAMS}/")
+    return name if _CONFIG_MAP_KEY.fullmatch(name) else f"path-{index}"
 
 
 def _labelled(metadata: KubeObject, labels: Mapping[str, str]) -> KubeObject:

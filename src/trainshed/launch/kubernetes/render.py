@@ -101,6 +101,10 @@ def render(job: Job) -> SubmitRequest:
     plans, config_maps = plan_stages(job)
     kubernetes = job.cluster.on_kubernetes
     parts = [RequestPart("content.yaml", None, to_documents(config_maps.objects))]
+    if config_maps.programs:
+        names = ", ".join(sorted(name for obj in config_maps.programs for name in obj["data"]))
+        summary = f"ConfigMap/{config_maps.programs[0]['metadata']['name']}, programs of ours for other images: {names}"
+        parts.append(RequestPart("programs.yaml", None, to_documents(config_maps.programs), summary))
     parts += _code_parts(job, config_maps.code)
     trainings = [plan for plan in plans if is_training(plan.stage)]
     if kubernetes.pre_pull and trainings:

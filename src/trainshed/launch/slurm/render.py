@@ -1,7 +1,8 @@
-"""A job as sbatch scripts, one per stage, each complete in itself: it runs with plain `sbatch` and without us.
+"""A job as a script that writes its files, and an sbatch script per stage; both run without us.
 
-A script first writes the job's files into `<run>/jobs/<hash>/`. Then it starts one task per node with srun, and exits
-with its exit code or requeues itself if a new start may succeed. What each node runs is one of these files
+`files.sh` runs once where jobs are submitted, and writes the job's files into `<run>/jobs/<hash>/`. Programs of ours
+among them come from the store, by their hash. An sbatch script starts one task per node with srun, and exits with its
+exit code or requeues itself if a new start may succeed. What each node runs is one of the job's files
 (`train.node.sh`), so that it also runs inside a container: it unpacks our code, sets the environment, then starts the
 agent or the script of a foreign engine.
 
@@ -18,6 +19,7 @@ from shlex import quote
 
 import orjson
 
+from trainshed.engines.launch import PROGRAMS
 from trainshed.errors import InputError, RecipeError
 from trainshed.launch.fabric import FabricSetup, fabric_setup
 from trainshed.launch.job import (
@@ -37,6 +39,8 @@ from trainshed.launch.target import RequestPart, SubmitRequest
 from trainshed.recipe import Cluster
 from trainshed.run_folder import store_address
 
+FILES_PART = "files.sh"
+"""The part of a request that writes the files of a job."""
 FIRST_COMMAND = "set -euo pipefail"
 """The first line after a script's options."""
 _TASK_ID = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
@@ -54,12 +58,14 @@ def render(job: Job) -> SubmitRequest:
     }
     setup_text = setup_script(job.cluster)
     files |= {SETUP_FILE: setup_text} if setup_text is not None else {}
-    parts = []
+    programs = {name: _stored_program(name, text) for name, text in files.items() if name.startswith(f"{PROGRAMS}/")}
+    parts = [RequestPart(FILES_PART, None, _files_script(job, files, programs, store))]
     for number, stage in enumerate(job.stages):
         previous_stage = job.stages[number - 1].name if number else None
-        text = _sbatch_script(job, stage, previous_stage, files, store, setups[stage.name])
+        text = _sbatch_script(job, stage, previous_stage, files_hash(files), store, setups[stage.name])
         parts.append(RequestPart(f"{stage.name}.sbatch", stage.name, text))
     uploads = {f"code/{job.code.sha256}/{job.code.name}": job.code.data} if job.code is not None else {}
+    uploads |= {path: files[name].encode() for name, path in programs.items()}
     notes = [note for setup in setups.values() if setup is not None for note in setup.notes]
     if not job.cluster.on_slurm.exclusive:
         notes.append("slurm.exclusive is false: training has the CPUs and the memory that the cluster gives any job")
@@ -93,22 +99,46 @@ def _stage_fabric(job: Job, stage: Stage) -> FabricSetup | None:
     return fabric_setup(job.cluster, nodes=stage.nodes) if stage.name == "train" else None
 
 
+def _stored_program(name: str, text: str) -> str:
+    """Return where the store has a program: below its hash."""
+    return f"code/{hashlib.sha256(text.encode()).hexdigest()}/{posixpath.basename(name)}"
+
+
+def _files_script(job: Job, files: Mapping[str, str], programs: Mapping[str, str], store: str) -> str:
+    """Return the script that writes the files of a job."""
+    lines = [
+        "#!/bin/bash",
+        f"# The files of {job.name}, written by Trainshed. By hand: `bash {FILES_PART}`, then sbatch.",
+    ]
+    if job.code is not None or programs:
+        lines.append(
+            "# The store needs our code first: copy `store/` there, which `trainshed render --out DIR` writes."
+        )
+    lines += [
+        FIRST_COMMAND,
+        f"run={quote(job.run)}",
+        f"store={quote(store)}",
+        f"mkdir -p {quote(logs_folder(job.run))}",
+        *write_job_files(files, programs),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def _sbatch_script(
-    job: Job, stage: Stage, previous_stage: str | None, files: Mapping[str, str], store: str, setup: FabricSetup | None
+    job: Job, stage: Stage, previous_stage: str | None, files: str, store: str, setup: FabricSetup | None
 ) -> str:
     elastic = _is_elastic(job, stage)
     lines = [
         "#!/bin/bash",
         *stage_options(job, stage, previous_stage, elastic=elastic),
         "#",
-        f"# The stage {stage.name} of {job.name}, written by Trainshed. With plain sbatch, first:",
-        f"#   mkdir -p {quote(logs_folder(job.run))}",
-        *_manual_steps(job, previous_stage),
+        f"# The stage {stage.name} of {job.name}, written by Trainshed. By hand, first:",
+        *_manual_steps(previous_stage),
         FIRST_COMMAND,
         f"run={quote(job.run)}",
         'TRAINSHED_BEGAN="$(date +%s)"',
         "export TRAINSHED_BEGAN",
-        *write_job_files(files),
+        *_use_job_files(files),
         *_site_setup(job, stage),
         *_rendezvous(job, stage),
         *_start_and_wait(
@@ -127,31 +157,51 @@ def _is_elastic(job: Job, stage: Stage) -> bool:
     return stage.spares > 0 or orjson.loads(job.files.get(JOB_FILE, "{}")).get("min_nodes") is not None
 
 
-def _manual_steps(job: Job, previous_stage: str | None) -> list[str]:
+def _manual_steps(previous_stage: str | None) -> list[str]:
     """Return comments that say what to do before submitting the script by hand."""
-    lines = []
-    if job.code is not None:
-        lines.append(f"#   and {job.code.name} in code/{job.code.sha256[:12]}… of the store (`render --out DIR`)")
+    lines = [f"#   bash {FILES_PART}"]
     if previous_stage is not None:
-        lines.append(f"#   and the job id of {previous_stage} in the --dependency line")
+        lines.append(f"#   and write the job id of {previous_stage} into the --dependency line")
     return lines
 
 
-def write_job_files(files: Mapping[str, str]) -> list[str]:
-    """Return the lines that write the job's files, all or none; foreign engines read them in `<run>/job`."""
+def write_job_files(files: Mapping[str, str], stored: Mapping[str, str] | None = None) -> list[str]:
+    """Return the lines that write the job's files, all or none; `stored` are those copied from a path in the store."""
+    stored = stored or {}
     lines = [
         f'files="$run/jobs/{files_hash(files)}"',
-        'mkdir -p "$run/jobs" "$run/starts"',
+        'mkdir -p "$run/jobs"',
         'if [ ! -e "$files" ]; then',
         'new="$(mktemp -d "$run/jobs/.new-XXXXXXXX")"',
     ]
     for name in sorted(files):
-        lines += write_file_lines("new", name, files[name])
+        lines += (
+            copy_file_lines("new", name, stored[name]) if name in stored else write_file_lines("new", name, files[name])
+        )
     return [
         *lines,
         'chmod 755 "$new"',
-        'mv -T "$new" "$files" 2>/dev/null || rm -rf "$new" # another stage was faster',
+        'mv -T "$new" "$files" 2>/dev/null || rm -rf "$new" # another start was faster',
         "fi",
+    ]
+
+
+def _use_job_files(hash: str) -> list[str]:
+    """Return the lines that find the job's files."""
+    return [
+        f'files="$run/jobs/{hash}"',
+        'if [ ! -d "$files" ]; then',
+        f'  echo "trainshed: $files is missing; {FILES_PART} of \\`trainshed render --out DIR\\` writes it" >&2',
+        "  exit 2",
+        "fi",
+        *link_job_files(),
+    ]
+
+
+def link_job_files() -> list[str]:
+    """Return the lines that make a job's files the ones of its run: foreign engines read them in `<run>/job`."""
+    return [
+        'mkdir -p "$run/starts"',
         'link="$(mktemp -u "$run/jobs/.link-XXXXXXXX")"',
         'ln -s "$files" "$link"',
         f'mv -T "$link" "$run/{posixpath.basename(job_folder("x"))}"',
@@ -459,6 +509,21 @@ def write_file_lines(folder: str, name: str, text: str) -> list[str]:
         return [*lines, f"cat >{path} <<'{delimiter}'", text[:-1], delimiter]
     # A heredoc always ends with a line break.
     return [*lines, f"head -c -1 >{path} <<'{delimiter}'", text, delimiter]
+
+
+def copy_file_lines(folder: str, name: str, path: str) -> list[str]:
+    """Return the lines that copy a file from the store, where its folder is named by its hash, if it has that hash."""
+    check_file_name(name)
+    sha256 = posixpath.basename(posixpath.dirname(path))
+    source = f'"$store"/{quote(path)}'
+    return [
+        *([f'mkdir -p "${folder}"/{quote(posixpath.dirname(name))}'] if "/" in name else []),
+        f'if [ "$(sha256sum <{source})" != "{sha256}  -" ]; then',
+        f'  echo "trainshed: $store/{path} is not what was submitted" >&2',
+        "  exit 1",
+        "fi",
+        f'cp {source} "${folder}"/{quote(name)}',
+    ]
 
 
 def check_file_name(name: str) -> None:

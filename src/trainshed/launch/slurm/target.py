@@ -44,10 +44,11 @@ class SlurmTarget:
         store = store_address(job.run)
         for path, data in request.uploads.items():
             self._client.upload_file(f"{store}/{path}", data)
-        self._client.make_folder(logs_folder(job.run))
         ids: dict[str, str] = {}
         for part in request.parts:
-            assert part.stage is not None
+            if part.stage is None:
+                self._client.run("bash", "-s", input=part.text.encode())
+                continue
             try:
                 ids[part.stage] = self._sbatch(fill_dependency_ids(part.text, ids))
             except TrainshedError as error:
@@ -142,7 +143,7 @@ class SlurmTarget:
 
 def fill_dependency_ids(script: str, ids: dict[str, str]) -> str:
     """Fill in the id of the previous stage in the dependency line; everything else stays as it is."""
-    # Only in the script's own first lines: the files inside it may contain anything.
+    # Only in the options: a command may contain the same words.
     options, begin, rest = script.partition(FIRST_COMMAND)
     for stage, id in ids.items():
         options = options.replace(f"{dependency_line(f'<id of {stage}>')}\n", f"{dependency_line(id)}\n")
