@@ -80,9 +80,9 @@ def stalls(run: Path) -> list[dict[str, Any]]:
     return [event for event in read_events(LocalStore(run), "") if event["kind"] == "stall"]
 
 
-def blamed(run: Path, since: float) -> list[dict[str, Any]]:
+def blamed(run: Path, since: float, text: str = "") -> list[dict[str, Any]]:
     """Return the stalls that somebody is blamed for: starting the ranks may take longer than the limit here."""
-    return [event for event in stalls(run) if event["ranks"] and event["time"] >= since]
+    return [event for event in stalls(run) if event["ranks"] and event["time"] >= since and text in event["what"]]
 
 
 # It takes seconds: torch is imported by torchrun and by two ranks, and logs must be quiet for a while.
@@ -92,15 +92,11 @@ def test_a_stopped_rank_and_one_stuck_in_python_are_named_by_a_real_torchrun(eng
     second, stopped_at = find_ranks(str(engine))[1], time.time()
     os.kill(second, signal.SIGSTOP)
     reported = "is stopped (SIGSTOP), and training waits for it"
-    first = wait_for(lambda: [event for event in blamed(engine, stopped_at) if reported in event["what"]], "its state")[
-        0
-    ]
+    first = wait_for(lambda: blamed(engine, stopped_at, reported), "its state")[0]
     assert first["ranks"] == [1]
     assert f"{reported}: `kill -CONT {second}` lets it go on" in first["what"]
     waiting = "1 ranks wait in all_reduce"
-    later = wait_for(lambda: [event for event in blamed(engine, stopped_at) if waiting in event["what"]], "who waits")[
-        0
-    ]
+    later = wait_for(lambda: blamed(engine, stopped_at, waiting), "who waits")[0]
     assert (later["ranks"], later["collective"]) == ([1], "all_reduce")
     assert later["what"].startswith("no log has grown for 6 s: rank 1 on ")
     health = engine / "health/attempt-0001"
