@@ -1,6 +1,6 @@
 """Take the pictures of the documentation from the real commands: run them in a terminal, keep the screen as SVG.
 
-pip install 'trainshed[docs]' && python docs/take_pictures.py [launch|watch]
+pip install 'trainshed[docs]' && python docs/take_pictures.py [demo|launch|watch]
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def take_watch(folder: str) -> None:
         while run.poll() is None and _step(folder) < 60:
             time.sleep(1)
         before, COLUMNS = COLUMNS, 90
-        take("watch", "a run as it goes", [["watch", "quickstart", "--once"]], folder)
+        take("watch", "a live view of a run", [["watch", "quickstart", "--once"]], folder)
         COLUMNS = before
         subprocess.run([*command, "cancel", "quickstart"], cwd=folder, check=True)
 
@@ -146,6 +146,9 @@ def main() -> None:
             return
         if sys.argv[1:] == ["watch"]:
             take_watch(folder)
+            return
+        if sys.argv[1:] == ["demo"]:
+            take("demo", "make demo", [["run", "quickstart"]], folder)
             return
     with tempfile.TemporaryDirectory() as folder:
         take("demo", "make demo", [["run", "quickstart"]], folder)

@@ -9,6 +9,8 @@ import pytest
 from rich.console import Console
 
 from trainshed.cli.console import TerminalReporter, figures, training_progress
+from trainshed.observe.engine_logs.trainshed import TrainshedReader
+from trainshed.observe.event_text import EventFormatter
 
 STEP: dict[str, Any] = {
     "kind": "step",
@@ -51,6 +53,16 @@ def test_an_event_is_one_line_where_there_is_no_terminal(
     shown = capsys.readouterr().err
     assert shown.endswith(said) or said in shown
     assert shown.count("\n") == (1 if said else 0)
+
+
+def test_a_rank_without_a_gpu_has_no_rate_of_a_gpu() -> None:
+    formatter = EventFormatter(100)
+    formatter.format({"kind": "start", "run": "r/1", "parameters": 5, "device": "cpu", "layout": "one process"})
+    line = formatter.format(STEP)
+    assert line is not None
+    assert line.endswith("12,346 tokens/s/rank")
+    (event,) = TrainshedReader().read(line)
+    assert event["tokens_per_second_per_gpu"] == 12346.0, "our own reader of logs knows both units"
 
 
 def test_of_many_steps_a_log_gets_the_first_and_the_last(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.missing_parts import missing_part
-from trainshed.cli import VERBS, build_app
+from trainshed.cli import VERBS, build_app, run_cli
 from trainshed.cli.examples import EXAMPLES
 from trainshed.cli.manual import manual_page
 
@@ -40,5 +42,22 @@ def test_a_shell_completes_verbs_and_their_options(shell: str) -> None:
         assert word in script
 
 
-def test_examples_are_of_commands_that_exist() -> None:
-    assert set(EXAMPLES) <= set(VERBS)
+def test_every_command_has_examples_and_all_of_them_can_be_parsed() -> None:
+    assert set(VERBS) - set(EXAMPLES) == {"storage", "image"}, "their only verbs say what they do"
+    for command, examples in EXAMPLES.items():
+        for example in examples:
+            # What a shell would take away: a pipe, a redirection.
+            words = list(itertools.takewhile(lambda word: word not in "|>", shlex.split(example)))
+            assert words[: 1 + len(command.split())] == ["trainshed", *command.split()]
+            build_app().parse_args(words[1:], exit_on_error=False, print_error=False)
+
+
+def test_help_shows_a_glob_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    run_cli(["init", "--help"])
+    assert "data/*.jsonl" in capsys.readouterr().out.split("Examples")[0]
+
+
+def test_a_flag_that_is_off_by_default_has_no_opposite(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("sweep", "submit", "render", "open", "exec", "checkpoints", "doctor", "metrics", "schema"):
+        run_cli([command, "--help"])
+        assert "--no-" not in capsys.readouterr().out, command

@@ -28,6 +28,8 @@ def test_a_run_in_the_middle_says_how_far_and_how_long_still() -> None:
     found = run_status_from_events([event("start"), *map(step, range(10))], steps=40)
     assert (found.step, found.eta_seconds) == (10, 60.0)
     assert found.summary() == "step 10 of 40, 0:01:00 left, loss 2.1000, 1,234 tokens/s/GPU, MFU 41.0%"
+    on_cpus = run_status_from_events([event("start", device="cpu"), *map(step, range(10))], steps=40)
+    assert "1,234 tokens/s/rank" in on_cpus.summary()
 
 
 def test_before_the_first_step_it_says_which_phase_it_is_in() -> None:

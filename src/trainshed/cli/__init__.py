@@ -20,40 +20,40 @@ from trainshed.redaction import redacted
 from trainshed.reporting import on_long_wait
 
 VERBS = {
-    "run": ("trainshed.cli.run:run", "The whole line of a recipe; skips what is already proven."),
-    "plan": ("trainshed.cli.plan:app", "The layout of a training: chosen, predicted, explained."),
-    "sweep": ("trainshed.cli.sweep:sweep", "Many runs of one recipe: priced, run, compared in one table."),
-    "scaling": ("trainshed.cli.scaling:scaling", "A scaling law of runs of several sizes, with its error."),
+    "run": ("trainshed.cli.run:run", "Run all stages of a recipe, and skip what is already done and proven."),
+    "plan": ("trainshed.cli.plan:app", "Choose the layout of a training; predict its memory, time and cost."),
+    "sweep": ("trainshed.cli.sweep:sweep", "Run one recipe with many settings, and compare the runs in one table."),
+    "scaling": ("trainshed.cli.scaling:scaling", "Fit a scaling law to runs of several sizes, with its error."),
     "submit": ("trainshed.cli.submit:submit", "Send a recipe's job to a cluster."),
     "render": ("trainshed.cli.submit:render", "Print what submit would send, byte for byte."),
-    "status": ("trainshed.cli.runs:status", "How a run stands, and why."),
-    "watch": ("trainshed.cli.watch:watch", "A run as it goes, in the terminal."),
-    "logs": ("trainshed.cli.runs:logs", "The log of a run."),
-    "metrics": ("trainshed.cli.metrics:metrics", "Step time, throughput, MFU and goodput of a run or a log."),
-    "cancel": ("trainshed.cli.runs:cancel", "End a run; what it has stored stays."),
-    "ls": ("trainshed.cli.runs:ls", "The runs in the store here, and those submitted from this machine."),
-    "dash": ("trainshed.cli.dash:dash", "The runs as a web page, or as one file."),
+    "status": ("trainshed.cli.runs:status", "Show the state of a run and the reason for it."),
+    "watch": ("trainshed.cli.watch:watch", "Follow a run live in the terminal."),
+    "logs": ("trainshed.cli.runs:logs", "Print the log of a run."),
+    "metrics": ("trainshed.cli.metrics:metrics", "Show step time, throughput, MFU and goodput of a run or a log."),
+    "cancel": ("trainshed.cli.runs:cancel", "Stop a run; everything it has stored is kept."),
+    "ls": ("trainshed.cli.runs:ls", "List the runs in the local store, and those submitted from this machine."),
+    "dash": ("trainshed.cli.dash:dash", "Show the runs as a web page, or save them as one HTML file."),
     "rm": ("trainshed.cli.remove:rm", "Remove a run."),
-    "clean": ("trainshed.cli.remove:clean", "List or remove what no run refers to."),
-    "open": ("trainshed.cli.open:open_page", "The page of a run: its server, TensorBoard or the dashboard."),
-    "stacks": ("trainshed.cli.stacks:stacks", "Where every rank of a run is: its Python stack, grouped."),
-    "exec": ("trainshed.cli.open:exec_in", "A shell beside a rank of a running job."),
-    "storage": ("trainshed.cli.cluster:storage_app", "The volume that a cluster's jobs share."),
-    "image": ("trainshed.cli.cluster:image_app", "What jobs run in: an image, or an environment."),
-    "train": ("trainshed.cli.run:train", "The train stage alone, here."),
-    "serve": ("trainshed.cli.serve:serve", "The HTTP API of a checkpoint."),
-    "verify": ("trainshed.cli.verify:verify", "A layout against one process, on a shrunk model."),
-    "generate": ("trainshed.cli.serve:generate", "Try a checkpoint: go on with a text, or answer in a chat."),
-    "eval": ("trainshed.cli.eval:evaluate", "The scores of a checkpoint: perplexity, tasks of lm-eval, questions."),
+    "clean": ("trainshed.cli.remove:clean", "List or remove artefacts that no run uses."),
+    "open": ("trainshed.cli.open:open_page", "Open a tunnel to a run's server, TensorBoard or dashboard."),
+    "stacks": ("trainshed.cli.stacks:stacks", "Show the Python stack of every rank, grouped."),
+    "exec": ("trainshed.cli.open:exec_in", "Open a shell where a rank of a running job is."),
+    "storage": ("trainshed.cli.cluster:storage_app", "Create and check the volume that a cluster's jobs share."),
+    "image": ("trainshed.cli.cluster:image_app", "Build the image or the environment that jobs run in."),
+    "train": ("trainshed.cli.run:train", "Run only the train stage, on this machine."),
+    "serve": ("trainshed.cli.serve:serve", "Serve a checkpoint over HTTP, with OpenAI's API."),
+    "verify": ("trainshed.cli.verify:verify", "Compare a layout with one process, on a shrunk model."),
+    "generate": ("trainshed.cli.serve:generate", "Generate text from a checkpoint: continue a prompt, or chat."),
+    "eval": ("trainshed.cli.eval:evaluate", "Score a checkpoint: perplexity, lm-eval tasks, questions."),
     "checkpoints": ("trainshed.cli.checkpoints:checkpoints", "List, verify and prune the checkpoints of a run."),
-    "import": ("trainshed.cli.recipes:import_file", "A NeMo, torchtune or Megatron-LM file turned into a recipe."),
-    "doctor": ("trainshed.cli.cluster:doctor", "What this machine or a cluster has, lacks and gets wrong."),
+    "import": ("trainshed.cli.recipes:import_file", "Turn a NeMo, torchtune or Megatron-LM config into a recipe."),
+    "doctor": ("trainshed.cli.cluster:doctor", "Check what this machine or a cluster has, lacks or has wrong."),
     "export-figures": (
         "trainshed.cli.export_figures:export_figures",
-        "A run's figures for TensorBoard, DLLogger, W&B, MLflow or trackio.",
+        "Export a run's metrics to TensorBoard, DLLogger, W&B, MLflow or trackio.",
     ),
-    "grafana": ("trainshed.cli.export_figures:grafana", "The Grafana dashboard of what Prometheus reads."),
-    "schema": ("trainshed.cli.recipes:schema", "The JSON schema of recipes, for editors."),
+    "grafana": ("trainshed.cli.export_figures:grafana", "Print a Grafana dashboard for the Prometheus metrics."),
+    "schema": ("trainshed.cli.recipes:schema", "Print the JSON schema of recipes, for editors."),
     "recipes": ("trainshed.cli.recipes:app", "List the shipped recipes, copy one, check one."),
     "clusters": ("trainshed.cli.clusters:app", "List the cluster files, copy one, check one."),
     "init": ("trainshed.cli.init:app", "Write a first recipe or cluster file, from four questions or from flags."),
@@ -62,7 +62,10 @@ VERBS = {
 DATA_VERBS = {
     "fetch": ("trainshed.cli.data:fetch", "Copy a corpus from the Hub, HTTP or any store to a store."),
     "prepare": ("trainshed.cli.data:prepare", "Turn text into Megatron-compatible token files."),
-    "inspect": ("trainshed.cli.data_inspect:inspect", "Show what is inside token files, and what is learned."),
+    "inspect": (
+        "trainshed.cli.data_inspect:inspect",
+        "Show what is inside token files, and which tokens are trained on.",
+    ),
     "verify": ("trainshed.cli.data:verify", "Prove token files against their manifest and tokenizer."),
     "merge": ("trainshed.cli.data:merge", "Concatenate shards into one pair of files."),
     "blend": ("trainshed.cli.data_order:blend", "Show how much of each source a recipe's run will see."),
@@ -70,10 +73,13 @@ DATA_VERBS = {
 }
 MODEL_VERBS = {
     "fetch": ("trainshed.cli.model:fetch", "Copy a model from the Hub or any store to a store."),
-    "convert": ("trainshed.cli.model:convert", "Weights between hf, megatron and native, with a proof."),
-    "compare": ("trainshed.cli.model:compare", "Two models: tensors, architecture, logits."),
-    "inspect": ("trainshed.cli.model:inspect", "Show what weights are, and what was proven of them."),
-    "merge": ("trainshed.cli.model:merge", "A LoRA adapter into the weights it was trained on."),
+    "convert": (
+        "trainshed.cli.model:convert",
+        "Convert weights between hf, megatron and native, and prove the result.",
+    ),
+    "compare": ("trainshed.cli.model:compare", "Compare two models: tensors, architecture, logits."),
+    "inspect": ("trainshed.cli.model:inspect", "Show what a checkpoint holds, and what was proven about it."),
+    "merge": ("trainshed.cli.model:merge", "Merge a LoRA adapter into the weights it was trained on."),
 }
 
 
@@ -89,17 +95,17 @@ def build_app() -> App:
         # A list has no flag that empties it, and what is off unless it is written needs no default beside it.
         default_parameter=Parameter(negative_iterable=(), show_default=_shown_default),
     )
-    data = App(name="data", help="Text to tokens, and a look inside.")
+    data = App(name="data", help="Turn text into tokens, and inspect them.")
     for name, (target, summary) in VERBS.items():
         # A noun with verbs of its own says them in its module.
         epilogue = {} if target.endswith("app") else {"help_epilogue": examples_text(name)}
         app.command(target, name=name, help=summary, **epilogue)
     for name, (target, summary) in DATA_VERBS.items():
-        data.command(target, name=name, help=summary)
+        data.command(target, name=name, help=summary, help_epilogue=examples_text(f"data {name}"))
     app.command(data)
-    model = App(name="model", help="Weights in and out: fetched, converted, proven.")
+    model = App(name="model", help="Fetch, convert, compare and inspect weights.")
     for name, (target, summary) in MODEL_VERBS.items():
-        model.command(target, name=name, help=summary)
+        model.command(target, name=name, help=summary, help_epilogue=examples_text(f"model {name}"))
     app.command(model)
     app.register_install_completion_command(help="Let bash, zsh or fish complete commands and options.")
     app.command("trainshed.cli.node:worker", name="worker", show=False)

@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from trainshed.cli.console import Output
+from trainshed.cli.console import Flag, Output
 
 
 def checkpoints(
     run: str,
     *overrides: str,
-    verify: bool = False,
-    prune: bool = False,
+    verify: Flag = False,
+    prune: Flag = False,
     keep: int | None = None,
     on: str = "local",
     id: str | None = None,
@@ -39,7 +39,7 @@ def checkpoints(
     keep
         With --prune: how many complete checkpoints to keep, the newest ones (and the best).
     on
-        The cluster file whose store is looked through for the name, or is the recipe's.
+        The cluster whose store is searched for the run.
     id
         The run's id, where a recipe is given and its run was started with --id.
     output

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from trainshed.cli.console import Output
+from trainshed.cli.console import Flag, Output
 
 if TYPE_CHECKING:
     from trainshed.launch.images import BuildTool, ImageRequest
@@ -22,8 +22,8 @@ def doctor(
     *overrides: str,
     on: str | None = None,
     nodes: int | None = None,
-    full: bool = False,
-    notify: bool = False,
+    full: Flag = False,
+    notify: Flag = False,
     recipe: str | None = None,
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
@@ -40,9 +40,9 @@ def doctor(
     nodes
         Take so many nodes of the cluster and prove them: GPUs, fabric, storage, pair by pair.
     full
-        Measure for a minute where half a second is usual.
+        Measure for a minute instead of half a second.
     notify
-        Send a test message to everybody whom `notify` of the cluster file tells, and look at nothing else.
+        Only send a test message to everybody in `notify` of the cluster file; check nothing else.
     recipe
         With --notify: those of this recipe too.
     output
@@ -186,7 +186,7 @@ def build(
     python: str = "python3",
     out: Path | None = None,
     tool: Literal["docker", "podman", "buildah", "kaniko"] | None = None,
-    push: bool = False,
+    push: Flag = False,
 ) -> int:
     """Build the image that a cluster's jobs run in, or with --venv a Python environment on its shared disk.
 
@@ -289,8 +289,8 @@ storage_app = App(name="storage", help="The volume that a cluster's jobs share."
 
 
 @storage_app.command
-def up(*overrides: str, on: str, dry_run: bool = False) -> int:
-    """Make the volumes that a cluster file describes (`volumes: [{pvc: …, create: {…}}]`); they are kept for good.
+def up(*overrides: str, on: str, dry_run: Flag = False) -> int:
+    """Make the volumes that a cluster file describes (`volumes: [{pvc: …, create: {…}}]`); nothing deletes them.
 
     Parameters
     ----------

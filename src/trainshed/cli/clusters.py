@@ -44,7 +44,7 @@ def copy(
     *,
     output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
 ) -> None:
-    """Copy a cluster file to a folder or file of yours.
+    """Copy a cluster file to your folder or file.
 
     Parameters
     ----------

@@ -10,7 +10,9 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
 
 from trainshed.errors import InputError, TrainshedError
 from trainshed.observe.event_text import EventFormatter, format_duration
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 Output = Literal["text", "json"]
 """`-o json` on every command that reports."""
+Flag = Annotated[bool, Parameter(negative="")]
+"""Off unless it is written; it has no `--no-` form."""
 
 PLAIN_SECONDS_BETWEEN_LINES = 5.0
 

@@ -36,7 +36,7 @@ def dash(
     runs
         Runs: names, name/id, folders or recipe files (default: all in the store, and those submitted from here).
     on
-        The cluster file whose store is looked through.
+        The cluster whose store is searched for runs.
     host
         The address to listen at; 0.0.0.0 for everybody who can reach this machine. Others need the token.
     port

@@ -37,7 +37,7 @@ def fetch(
     dst
         The folder to copy into, local or in a bucket.
     include
-        Copy only what matches this glob; may be repeated. Without a slash it is about file names.
+        Copy only what matches this glob; may be repeated. A glob without a slash matches file names.
     exclude
         Leave out what matches this glob; may be repeated.
     limit
@@ -126,7 +126,7 @@ def prepare(
     on_bad_line
         Stop at a line that holds no document, or skip and count it.
     format
-        What the files hold, where their names do not tell; json is one array, jsonl one object a line.
+        The format of the files, if their names do not say it; json is one array, jsonl one object a line.
     documents
         Plain text: one document per file, per line, or between blank lines.
     encoder

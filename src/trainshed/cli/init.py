@@ -36,9 +36,9 @@ def recipe(
     file
         The recipe to write. Nothing is overwritten.
     model
-        A preset (llama3.2-1b: fresh weights), or weights to go on from (hf://org/name, a folder).
+        A preset (llama3.2-1b: fresh weights), or weights to continue from (hf://org/name, a folder).
     data
-        The text: JSONL or parquet files (data/*.jsonl, s3://bucket/corpus/*.parquet).
+        The text: JSONL or parquet files (`data/*.jsonl`, `s3://bucket/corpus/*.parquet`).
     length
         How long to train: steps (1000), or tokens (20B).
     name

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from trainshed.cli.console import Output
+from trainshed.cli.console import Flag, Output
 
 if TYPE_CHECKING:
     pass
@@ -24,7 +24,7 @@ def metrics(
     precision: str | None = None,
     model: str | None = None,
     sequence_length: int | None = None,
-    profiles: bool = False,
+    profiles: Flag = False,
     on: str = "local",
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
@@ -58,7 +58,7 @@ def metrics(
         Report what the traces of a run (`observe.profile`) or one trace file say instead: compute, exposed
         communication, idle time, and the kernels that take most of it.
     on
-        The cluster file whose store is looked through for names, and whose endpoints reach a bucket.
+        The cluster whose store is searched for the run, and whose endpoints reach a bucket.
     output
         Report as text or json.
     """

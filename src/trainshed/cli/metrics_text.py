@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainshed.observe.event_text import format_duration
+from trainshed.observe.event_text import format_duration, rate_unit
 
 if TYPE_CHECKING:
     from trainshed.observe.goodput import RunGoodput
@@ -43,6 +43,7 @@ def run_text(run: MeasuredTraining) -> str:
 def comparison_text(runs: Sequence[MeasuredTraining], differences: dict[str, list[Any]]) -> str:
     """Return the figures of several runs side by side, and what differs in their recipes."""
     plain = [run.metrics.to_plain() for run in runs]
+    device = "cpu" if all(run.metrics.facts.device == "cpu" for run in runs) else None
 
     def against_first(path: str, form: Callable[[float], str]) -> list[str]:
         """Each run's figure, with how far it is from that of the first run."""
@@ -63,8 +64,8 @@ def comparison_text(runs: Sequence[MeasuredTraining], differences: dict[str, lis
         ("step time, p95", against_first("step_seconds.p95", _seconds)),
         ("spread", [f"{run.metrics.times.spread:.1%}" if run.metrics.times else "-" for run in runs]),
         ("tokens/s", against_first("tokens_per_second", "{:,.0f}".format)),
-        ("tokens/s/GPU", against_first("tokens_per_second_per_gpu", "{:,.1f}".format)),
-        ("arithmetic", against_first("mfu.model_tflops", _flops)),
+        (rate_unit(device), against_first("tokens_per_second_per_gpu", "{:,.1f}".format)),
+        ("arithmetic", against_first("mfu.model_tflops", lambda tflops: _flops(tflops, device))),
         ("MFU", against_first("mfu.mfu", "{:.1%}".format)),
         ("MFU, full attention", against_first("mfu.mfu_full_attention", "{:.1%}".format)),
         ("goodput", against_first("goodput.goodput", "{:.1%}".format)),
@@ -152,7 +153,7 @@ def _throughput_text(metrics: RunMetrics) -> str:
     if metrics.tokens_per_second is not None:
         parts.append(f"{metrics.tokens_per_second:,.0f} tokens/s")
     if metrics.tokens_per_second_per_gpu is not None:
-        parts.append(f"{metrics.tokens_per_second_per_gpu:,.1f} tokens/s/GPU")
+        parts.append(f"{metrics.tokens_per_second_per_gpu:,.1f} {rate_unit(metrics.facts.device)}")
     return ", ".join(parts)
 
 
@@ -160,13 +161,10 @@ def _arithmetic_rows(metrics: RunMetrics) -> list[tuple[str, str]]:
     mfu = metrics.mfu
     if mfu is None:
         return [("MFU", metrics.unknown or "")]
-    rows = [
-        (
-            "arithmetic",
-            f"{_flops(mfu.model_tflops)} with causal attention, {_flops(mfu.model_tflops_full_attention)} with full "
-            "attention",
-        )
-    ]
+    causal, full = (
+        _flops(tflops, metrics.facts.device) for tflops in (mfu.model_tflops, mfu.model_tflops_full_attention)
+    )
+    rows = [("arithmetic", f"{causal} with causal attention, {full} with full attention")]
     if mfu.mfu is None or mfu.mfu_full_attention is None:
         return [*rows, ("MFU", mfu.unknown or "")]
     peak = f"of {mfu.peak_tflops:,.1f} TFLOP/s, dense {mfu.peak_dtype}"
@@ -236,8 +234,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
 
 
-def _flops(tflops: float) -> str:
-    return f"{tflops:,.1f} TFLOP/s/GPU" if tflops >= 1 else f"{1000 * tflops:,.2f} GFLOP/s/GPU"
+def _flops(tflops: float, device: str | None) -> str:
+    of = rate_unit(device).rpartition("/")[2]
+    return f"{tflops:,.1f} TFLOP/s/{of}" if tflops >= 1 else f"{1000 * tflops:,.2f} GFLOP/s/{of}"
 
 
 def _seconds(seconds: float) -> str:

@@ -45,7 +45,7 @@ def fetch(
     dst
         The folder to copy into, local or in a bucket.
     include
-        Copy only what matches this glob; may be repeated. Without a slash it is about file names.
+        Copy only what matches this glob; may be repeated. A glob without a slash matches file names.
     exclude
         Leave out what matches this glob; may be repeated.
     task
@@ -223,7 +223,7 @@ def compare(
     b
         The other one.
     logits
-        Compare what they answer too: cosine, largest error, greedy tokens, and where they part.
+        Also compare their logits: cosine, largest error, greedy tokens, and where these diverge.
     prompts
         A text file with one prompt a line, in place of fixed token ids; asks for --logits.
     tokenizer
@@ -335,7 +335,7 @@ def inspect(
         A folder for transformers, a Megatron checkpoint, a run (its name, name/id, folder or recipe file: the latest
         checkpoint) or one of its checkpoints.
     on
-        The cluster file whose store is looked through for the name of a run.
+        The cluster whose store is searched for the run.
     output
         Report as text or json.
     """
@@ -438,7 +438,7 @@ def merge(
     logits
         Compare logits too, besides every tensor.
     on
-        The cluster file whose store is looked through for the name of a run.
+        The cluster whose store is searched for the run.
     output
         Report as text or json.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from trainshed.cli.console import Flag
 from trainshed.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ def open_page(
     *,
     on: str = "local",
     port: int | None = None,
-    keep: bool = False,
-    dry_run: bool = False,
+    keep: Flag = False,
+    dry_run: Flag = False,
 ) -> int:
     """Open the page of a run at a port of this machine, wherever its files are; ends with Ctrl-C.
 
@@ -39,9 +40,9 @@ def open_page(
     run
         A run: its name, name/id, folder or recipe file (`trainshed ls`).
     page
-        What is to be seen.
+        What to open.
     on
-        The cluster file whose store is looked through.
+        The cluster whose store is searched for runs.
     port
         The port here (default: 8000 for serve, 6007 for dash, 6006 for tensorboard).
     keep
@@ -230,7 +231,7 @@ def _await_answer(port: int, ended: Callable[[], int | None]) -> None:
 
 
 def exec_in(
-    run: str, *command: str, rank: int = 0, stage: Literal["train", "serve"] = "train", dry_run: bool = False
+    run: str, *command: str, rank: int = 0, stage: Literal["train", "serve"] = "train", dry_run: Flag = False
 ) -> int:
     """Run a command on the node of a rank, inside its job; without one, a shell.
 
@@ -241,7 +242,7 @@ def exec_in(
     command
         What to run there (default: bash); after `--` where it has dashes of its own.
     rank
-        Beside which rank; of a server, in which replica.
+        The rank to join; of a server, the replica.
     stage
         The training, or the server.
     dry_run

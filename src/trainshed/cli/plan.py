@@ -381,14 +381,16 @@ _PUBLISHED_FIGURES = {"bf16": "peak", "fp8": "peak", "memory": "bandwidth", "lin
 
 
 PLAN_VERBS = {
-    "validate": ("trainshed.cli.plan:validate", "Hold the planner against published measurements."),
+    "validate": ("trainshed.cli.plan:validate", "Compare the planner with published measurements."),
     "calibrate": ("trainshed.cli.plan_calibrate:calibrate", "Learn from a measured run how far off the plan was."),
     "probe": ("trainshed.cli.plan:probe", "Measure this machine and write a file that describes it."),
 }
 
 app = App(
-    name="plan", help="The layout of a training: chosen, predicted, explained.", help_epilogue=examples_text("plan")
+    name="plan",
+    help="Choose the layout of a training; predict its memory, time and cost.",
+    help_epilogue=examples_text("plan"),
 )
 app.default(plan)
 for _name, (_target, _summary) in PLAN_VERBS.items():
-    app.command(_target, name=_name, help=_summary)
+    app.command(_target, name=_name, help=_summary, help_epilogue=examples_text(f"plan {_name}"))

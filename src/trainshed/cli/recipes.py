@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from trainshed.cli.console import Output, described_names, print_report
+from trainshed.cli.console import Flag, Output, described_names, print_report
 from trainshed.cli.examples import examples_text
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def copy(
     *,
     output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
 ) -> None:
-    """Copy a shipped recipe, and the scripts it uses, to a folder or file of yours.
+    """Copy a shipped recipe, and the scripts it uses, to your folder or file.
 
     Parameters
     ----------
@@ -123,12 +123,12 @@ def import_file(
     file
         The foreign file. It is read, never run.
     out
-        Where the recipe is written; left out: to standard output, and the account of it to standard error. Nothing is
+        Where the recipe is written; left out: to standard output, and the report to standard error. Nothing is
         overwritten.
     cluster_out
         Where what the file says about the cluster is written; left out: a comment at the end of the recipe.
     gpus
-        How many GPUs the run had: torchtune's files don't say, and the global batch hangs on it.
+        How many GPUs the run had: torchtune's files don't say, and the global batch depends on it.
     output
         `json` for programs.
     """
@@ -218,7 +218,7 @@ def _mapped_lines(shown: Sequence[MappedSetting]) -> list[str]:
     return lines
 
 
-def schema(*, cluster: bool = False) -> None:
+def schema(*, cluster: Flag = False) -> None:
     """Print the JSON schema of a recipe, for editors.
 
     Save it and point your editor at it: a first line of

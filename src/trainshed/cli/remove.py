@@ -37,7 +37,7 @@ def rm(
     yes
         Do not ask before removing.
     on
-        The cluster file whose store is looked through for the name.
+        The cluster whose store is searched for the run.
     output
         Report as text or json.
     """

@@ -33,7 +33,7 @@ def status(
     answers
         Show what the model answered to `data.validation.prompts` instead, step by step.
     on
-        The cluster file whose store is looked through for the name.
+        The cluster whose store is searched for the run.
     output
         Report as text or json.
     """
@@ -68,7 +68,7 @@ def ls(*, on: str = "local", output: Annotated[Output, Parameter(name=["-o", "--
     Parameters
     ----------
     on
-        The cluster file whose store is looked through.
+        The cluster whose store is searched for runs.
     output
         Report as text or json.
     """
@@ -158,7 +158,7 @@ def logs(
     grep
         Print only lines that this regular expression is found in.
     on
-        The cluster file whose store is looked through for the name.
+        The cluster whose store is searched for the run.
     """
     import re
     import sys
@@ -189,7 +189,7 @@ def cancel(
     run
         A run: its name, name/id, folder or recipe file (`trainshed ls`).
     on
-        The cluster file whose store is looked through for the name.
+        The cluster whose store is searched for the run.
     output
         Report as text or json.
     """

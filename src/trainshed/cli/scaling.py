@@ -42,7 +42,7 @@ def scaling(
     seed
         What the bootstrap draws with.
     on
-        The cluster file whose store is looked through for names.
+        The cluster whose store is searched for the runs.
     output
         Report as text or json.
     """

@@ -43,7 +43,7 @@ class ModelOptions:
     ignore_verdict
         Take weights although the proof of their conversion failed.
     on
-        The cluster file whose store is looked through for the name of a run.
+        The cluster whose store is searched for the run.
     """
 
     tokenizer: str | None = None
@@ -215,7 +215,7 @@ def generate(
     model: ModelOptions = DEFAULT_MODEL_OPTIONS,
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
-    """Let a model go on with a text, or answer in a chat: on a GPU where there is one, else on the CPU.
+    """Let a model continue a text, or answer in a chat: on a GPU if there is one, else on the CPU.
 
     The text appears as it comes. Without --prompt and --file, the prompt is read from stdin.
 
@@ -226,7 +226,7 @@ def generate(
         recipe keeps one, else the newest), one of its checkpoints, a Megatron checkpoint, a LoRA adapter; a path, or
         an address in any store (hf://org/name[@revision], s3://…).
     prompt
-        The text to go on with.
+        The text to continue.
     file
         A file with it.
     chat

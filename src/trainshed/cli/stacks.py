@@ -44,7 +44,7 @@ def stacks(
     dry_run
         Print the commands that would read the stacks of a job on a cluster, and do nothing.
     on
-        The cluster file whose store is looked through for the name.
+        The cluster whose store is searched for the run.
     output
         Report as text or json.
     """

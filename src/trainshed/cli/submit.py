@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from trainshed.cli.console import Output
+from trainshed.cli.console import Flag, Output
 
 if TYPE_CHECKING:
     from trainshed.launch.job import Job
@@ -27,8 +27,8 @@ def render(
     gpus: int | None = None,
     as_: Annotated[Literal["scripts", "helm"], Parameter(name="--as")] = "scripts",
     out: Path | None = None,
-    despite_memory: bool = False,
-    offline: bool = False,
+    despite_memory: Flag = False,
+    offline: Flag = False,
 ) -> int:
     """Print what `submit` would send: scripts or manifests that run with plain sbatch or kubectl.
 
@@ -97,10 +97,10 @@ def submit(
     id: str | None = None,
     nodes: int | None = None,
     gpus: int | None = None,
-    dry_run: bool = False,
+    dry_run: Flag = False,
     yes: Annotated[bool, Parameter(name=["-y", "--yes"], negative="")] = False,
-    despite_memory: bool = False,
-    offline: bool = False,
+    despite_memory: Flag = False,
+    offline: Flag = False,
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Send a recipe's job to a cluster: planned and checked first, then exactly what --dry-run prints.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from trainshed.cli.console import Output
+from trainshed.cli.console import Flag, Output
 
 if TYPE_CHECKING:
     from trainshed.workflow.sweep import PlannedSweep
@@ -19,7 +19,7 @@ def sweep(
     parallel: int | None = None,
     random: int | None = None,
     seed: int = 0,
-    dry_run: bool = False,
+    dry_run: Flag = False,
     yes: Annotated[bool, Parameter(name=["-y", "--yes"], negative="")] = False,
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:

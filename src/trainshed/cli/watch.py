@@ -52,7 +52,7 @@ def watch(
     every
         Seconds between two frames.
     on
-        The cluster file whose store is looked through for the name.
+        The cluster whose store is searched for the run.
     output
         text, or json: one object per line each time something has changed (with --once, one object).
     """

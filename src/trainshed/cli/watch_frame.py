@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainshed.observe.event_text import format_duration
+from trainshed.observe.event_text import format_duration, rate_unit
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -212,7 +212,7 @@ class Frame:
         snapshot, rows = self.snapshot, []
         step, status = snapshot.last_step, snapshot.status
         if status.tokens_per_second_per_gpu is not None:
-            parts = [f"{status.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"]
+            parts = [f"{status.tokens_per_second_per_gpu:,.0f} {rate_unit(status.device)}"]
             parts += [f"MFU {status.mfu:.1%}"] if status.mfu is not None else []
             parts += [f"{format_duration(snapshot.step_seconds)}/step"] if snapshot.step_seconds is not None else []
             rows.append(self._row("speed", "  ".join(parts)))

@@ -13,11 +13,17 @@ RECENT_STEPS = 20
 """How many of the last steps the remaining time is estimated from."""
 
 
+def rate_unit(device: str | None) -> str:
+    """Return the unit of `tokens_per_second_per_gpu`: a rank has one GPU, or none at all."""
+    return "tokens/s/rank" if device == "cpu" else "tokens/s/GPU"
+
+
 class EventFormatter:
     """Formats the events of a training of `steps` steps."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
+        self.device: str | None = None
         self.recent: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def format(self, event: dict[str, Any]) -> str | None:
@@ -33,6 +39,7 @@ class EventFormatter:
             step = event.get("step")
             return event["what"] if step is None else f"step {step + 1}: {event['what']}"
         if kind == "start":
+            self.device = event["device"]
             return (
                 f"training {event['run']}: {event['parameters']:,} parameters on {event['device']}, {event['layout']}"
             )
@@ -88,7 +95,7 @@ class EventFormatter:
         if event["lr"] is not None:
             parts.append(f"lr {event['lr']:.2e}")
         if event["tokens_per_second_per_gpu"] is not None:
-            parts.append(f"{event['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU")
+            parts.append(f"{event['tokens_per_second_per_gpu']:,.0f} {rate_unit(self.device)}")
         if event.get("mfu") is not None:
             parts.append(f"MFU {event['mfu']:.1%}")
         return "  ".join(parts)

@@ -9,7 +9,7 @@ from typing import Any
 from trainshed.observe.engine_logs.reader import read_lines
 from trainshed.observe.engine_logs.run_logs import read_run_events
 from trainshed.observe.event_log import add_completed_step, follow_events
-from trainshed.observe.event_text import RECENT_STEPS, format_duration
+from trainshed.observe.event_text import RECENT_STEPS, format_duration, rate_unit
 from trainshed.observe.stages import StageRecord, StageTable
 from trainshed.storage import Store
 
@@ -26,6 +26,8 @@ class RunStatus:
     loss: float | None = None
     mfu: float | None = None
     tokens_per_second_per_gpu: float | None = None
+    device: str | None = None
+    """What a rank computes on: the name of a GPU, or `cpu`."""
     phase: str | None = None
     train_phase: str | None = None
     """The part of `train.phases` that the last step belongs to."""
@@ -53,7 +55,7 @@ class RunStatus:
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4f}")
         if self.tokens_per_second_per_gpu is not None:
-            parts.append(f"{self.tokens_per_second_per_gpu:,.0f} tokens/s/GPU")
+            parts.append(f"{self.tokens_per_second_per_gpu:,.0f} {rate_unit(self.device)}")
         if self.mfu is not None:
             parts.append(f"MFU {self.mfu:.1%}")
         if self.early_stop is not None:
@@ -99,6 +101,7 @@ class StatusTracker:
             values["phase"] = None
         elif kind == "start":
             values["ended"] = values["early_stop"] = None
+            values["device"] = event.get("device")
         elif kind == "early_stop":
             values["early_stop"] = event["reason"]
         elif kind == "phase":

@@ -43,7 +43,8 @@ from trainshed.workflow.prepare import PreparedRun, open_run_folder
 if TYPE_CHECKING:
     import numpy as np
 
-    from trainshed.serve.evaluation.lm_eval import LoadedTask, ServedLM, TaskOptions
+    from trainshed.serve.evaluation.completions_client import CompletionsServer
+    from trainshed.serve.evaluation.lm_eval import LoadedTask, ServedLM, ServerLM, TaskOptions
     from trainshed.serve.evaluation.perplexity import MeasuredLoss
     from trainshed.serve.loading import LoadedModel
     from trainshed.serve.scheduler import ModelGenerator
@@ -238,7 +239,7 @@ class Evaluator:
             **own,
         }
         if self.request.url is not None:
-            spec["url"] = shown_address(self.request.url)
+            spec["url"] = shown_address(self._server(self.request.url).root)
         return {key: value for key, value in spec.items() if value is not None}
 
     def _dtype_name(self) -> str:
@@ -373,12 +374,8 @@ class Evaluator:
         if self.request.url is None:
             result = run_task(self._served_lm().named(task.name), task, asked)
         else:
-            with (
-                self._api_model(self.request.url) as model,
-                self.reporter.task(task.name, total=1, unit="tasks") as bar,
-            ):
+            with self._server_lm(self._server(self.request.url), task.name) as model:
                 result = run_task(model, task, asked)
-                bar.advance(1)
         return result.scores, result.details
 
     def _served_lm(self) -> ServedLM:
@@ -392,14 +389,29 @@ class Evaluator:
             self._lm = ServedLM(generator, scorer, words, reporter=self.reporter)
         return self._lm
 
-    @contextmanager
-    def _api_model(self, url: str) -> Iterator[Any]:
+    def _server(self, url: str) -> CompletionsServer:
         from trainshed.serve.evaluation.completions_client import CompletionsServer
-        from trainshed.serve.evaluation.lm_eval import ApiModel, tokenizer_for_transformers
 
-        name = CompletionsServer(url, self.request.api_key).model()
+        return CompletionsServer(url, self.request.api_key)
+
+    @contextmanager
+    def _server_lm(self, server: CompletionsServer, task: str) -> Iterator[ServerLM]:
+        from trainshed.serve.evaluation.lm_eval import ServerLM, quiet, tokenizer_for_transformers
+
+        served = server.model()
+        # A server may be started with fewer positions than the model has.
+        longest = min(self._max_length(), served.max_length or self._max_length())
         with tokenizer_for_transformers(self._words()) as folder:
-            yield ApiModel(url, name, folder, self._max_length(), self.request.api_key)
+            with quiet():
+                model = ServerLM(
+                    server,
+                    model=served.name,
+                    tokenizer_folder=folder,
+                    max_length=longest,
+                    name=task,
+                    reporter=self.reporter,
+                )
+            yield model
 
     def _max_length(self) -> int:
         from trainshed.checkpoints.inspection import inspect_weights
@@ -421,10 +433,9 @@ class Evaluator:
 
         most = self.request.answer_tokens
         if self.request.url is not None:
-            from trainshed.serve.evaluation.completions_client import CompletionsServer, server_answers
+            from trainshed.serve.evaluation.completions_client import server_answers
 
-            server = CompletionsServer(self.request.url, self.request.api_key)
-            answer = server_answers(server, max_tokens=most, chat=self._words().can_chat)
+            answer = server_answers(self._server(self.request.url), max_tokens=most, chat=self._words().can_chat)
         else:
             answer = generator_answers(self._generator(), self._words(), max_tokens=most)
         asked = ask_questions(self.request.questions, answer, self.reporter)

@@ -19,7 +19,7 @@ from trainshed.observe.engine_logs.program_reader import (
 _STEP = re.compile(
     r"step (?P<step>\d+)/(?P<steps>\d+) .*ETA (?P<eta>[\d.]+ s|\d+:\d\d:\d\d)  loss (?P<loss>[\d.]+|not finite)"
     r"(?:.*?  grad norm (?P<grad_norm>[\d.]+|not finite))?(?:.*?  lr (?P<lr>[\d.e+-]+))?"
-    r".*?  (?P<rate>[\d,]+) tokens/s/GPU(?:  MFU (?P<mfu>[\d.]+)%)?"
+    r".*?  (?P<rate>[\d,]+) tokens/s/(?:GPU|rank)(?:  MFU (?P<mfu>[\d.]+)%)?"
 )
 _VALIDATION = re.compile(r"validation after step (?P<step>\d+): loss (?P<loss>[\d.]+|not finite)")
 _CHECKPOINT = re.compile(r"checkpoint of step (?P<step>\d+) committed(?:  (?P<path>\S+))?")

@@ -20,18 +20,40 @@ _SHOWN_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
+class ModelOnServer:
+    """What a server says of its model; `max_length` is of prompt and answer together, None where it says nothing."""
+
+    name: str
+    max_length: int | None
+
+
+@dataclass(frozen=True)
 class CompletionsServer:
-    """A server, and the key that its requests bring."""
+    """A server, and the key that its requests bring. The address may end in `/v1`."""
 
     url: str
     api_key: str | None = field(default=None, repr=False)
 
-    def model(self) -> str:
-        """Return the name of the model that it serves, the first of several."""
+    @property
+    def root(self) -> str:
+        """The address without `/v1`, which other clients of this API want as a part of it."""
+        return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+    def address(self, path: str) -> str:
+        """Return the address of a path of the API."""
+        return f"{self.root}{path}"
+
+    def headers(self) -> dict[str, str]:
+        """Return what every request brings."""
+        headers = {"Content-Type": "application/json"}
+        return headers if self.api_key is None else headers | {"Authorization": f"Bearer {self.api_key}"}
+
+    def model(self) -> ModelOnServer:
+        """Return the model that it serves, the first of several."""
         models = self._ask("/v1/models").get("data") or []
         if not models:
             raise TrainshedError("the server names no model", where=self._shown("/v1/models"))
-        return models[0]["id"]
+        return ModelOnServer(models[0]["id"], models[0].get("max_model_len"))
 
     def complete(self, text: str, *, model: str, max_tokens: int, chat: bool) -> str:
         """Return the likeliest answer to a text: in a chat, or as the continuation of the text."""
@@ -42,12 +64,9 @@ class CompletionsServer:
         return self._ask("/v1/completions", common | {"prompt": text})["choices"][0]["text"]
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if self.api_key is not None:
-            headers["Authorization"] = f"Bearer {self.api_key}"
         data = None if body is None else json.dumps(body).encode()
         try:
-            request = urllib.request.Request(f"{self.url.rstrip('/')}{path}", data=data, headers=headers)
+            request = urllib.request.Request(self.address(path), data=data, headers=self.headers())
             with waiting(self._shown(path)), urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as error:
@@ -58,20 +77,20 @@ class CompletionsServer:
             raise TrainshedError(
                 f"the server does not answer: {error.reason}",
                 where=self._shown(path),
-                hint="`trainshed serve CHECKPOINT` starts one; write --url http://HOST:PORT, without /v1",
+                hint="`trainshed serve CHECKPOINT` starts one; write --url http://HOST:PORT",
             ) from None
         except ValueError:
-            raise InputError("is no server that speaks OpenAI's API", where=self._shown(path)) from None
+            raise InputError("this server does not speak OpenAI's API", where=self._shown(path)) from None
 
     def _shown(self, path: str) -> str:
-        return f"{shown_address(self.url.rstrip('/'))}{path}"
+        return f"{shown_address(self.root)}{path}"
 
 
 def server_answers(
     server: CompletionsServer, *, max_tokens: int, chat: bool
 ) -> Callable[[Sequence[str], Callable[[int], None]], list[str]]:
     """Answer questions through a server, some at a time."""
-    model = server.model()
+    model = server.model().name
 
     def answer(texts: Sequence[str], on_answer: Callable[[int], None]) -> list[str]:
         def one(text: str) -> str:

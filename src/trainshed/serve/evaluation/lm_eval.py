@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import random
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,25 +22,32 @@ from typing import Any
 
 os.environ.setdefault("TQDM_DISABLE", "1")  # progress is told by our reporter; tqdm reads this when it is imported
 
+import numpy as np
 import orjson
-from lm_eval import simple_evaluate, utils
-from lm_eval.api.group import Group
+import torch
+from lm_eval import evaluate, utils
 from lm_eval.api.model import LM, TemplateLM
 from lm_eval.api.task import Task
+from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from trainshed.errors import InputError, TrainshedError
 from trainshed.reporting import SILENT, ProgressTask, Reporter
+from trainshed.serve.evaluation.completions_client import CompletionsServer
 from trainshed.serve.evaluation.likelihood import Continuation, LikelihoodScorer
 from trainshed.serve.evaluation.questions import TextRequest, generate_texts
 from trainshed.serve.request import Generator, SamplingParams
 from trainshed.serve.tokenizer import ChatTokenizer
 
 SEED = 1234
-"""Of few-shot examples, and of sampling where a task asks for it."""
+"""Of few-shot examples, and of sampling where a task asks for it; the default of lm-eval's command line."""
+_PYTHON_SEED = 0
+"""Of Python's own generator, as lm-eval's command line has it."""
 _DEFAULT_OUTPUT_TOKENS = 256
 """As lm-eval's `hf` model has it."""
+_CONCURRENT_REQUESTS = 8
+"""To a server, at a time."""
 _KNOWN_GENERATION_KEYS = {"until", "do_sample", "temperature", "max_gen_toks", "top_p", "top_k"}
 
 
@@ -70,7 +78,7 @@ class LoadedTask:
     """A task, group or tag by its name, with its documents read; `sha256` is of all that decides its scores."""
 
     name: str
-    parts: tuple[Task | Group, ...]
+    loaded: Mapping[str, Any] = field(repr=False)
     sha256: str
 
 
@@ -120,9 +128,7 @@ def _load_task(manager: TaskManager, name: str, include_path: str | None) -> Loa
             "HF_HUB_OFFLINE=1 takes what is in its cache; a task over JSONL files of your own (`dataset_path: json`) "
             "in --include-path FOLDER needs neither",
         ) from None
-    groups = [loaded["groups"][name]] if name in loaded["groups"] else []
-    tasks = loaded["tasks"]
-    return LoadedTask(name, tuple(groups or tasks.values()), _hash_tasks(tasks))
+    return LoadedTask(name, loaded, _hash_tasks(loaded["tasks"]))
 
 
 # Where a task and its documents are read from; the documents themselves are hashed.
@@ -154,22 +160,11 @@ class TaskResult:
     details: dict[str, Any]
 
 
-def run_task(model: LM | ApiModel, task: LoadedTask, options: TaskOptions) -> TaskResult:
+def run_task(model: LM, task: LoadedTask, options: TaskOptions) -> TaskResult:
     """Ask a model everything that a task holds, and return what lm-eval makes of the answers."""
-    chosen: dict[str, Any] = {"model": model}
-    if isinstance(model, ApiModel):
-        chosen = {"model": "local-completions", "model_args": model.arguments()}
     try:
         with quiet():
-            results = simple_evaluate(
-                **chosen,
-                tasks=list(task.parts),
-                num_fewshot=options.fewshot,
-                limit=options.limit,
-                apply_chat_template=options.chat,
-                log_samples=False,
-                bootstrap_iters=0,
-            )
+            results = _evaluate(model, task, options)
     except TrainshedError:
         raise
     except Exception as error:
@@ -180,6 +175,30 @@ def run_task(model: LM | ApiModel, task: LoadedTask, options: TaskOptions) -> Ta
     samples = {name: counts["effective"] for name, counts in results.get("n-samples", {}).items()}
     own = by_task.get(task.name) or _mean_scores(list(by_task.values()))
     return TaskResult(own, {"tasks": by_task, "samples": samples})
+
+
+def _evaluate(model: LM, task: LoadedTask, options: TaskOptions) -> Mapping[str, Any] | None:
+    """Evaluate as lm-eval's `simple_evaluate` does, without its report about the machine.
+
+    That report starts git, pip and a dozen other programs for each task. It takes longer than a small task.
+    """
+    random.seed(_PYTHON_SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+    for part in task.loaded["tasks"].values():
+        written = part.get_config("num_fewshot")
+        # A task that says 0 keeps it.
+        if written is None or (options.fewshot is not None and written != 0):
+            part.set_config(key="num_fewshot", value=options.fewshot or 0)
+        part.set_fewshot_seed(seed=SEED)
+    return evaluate(
+        lm=model,
+        task_dict=task.loaded,
+        limit=options.limit,
+        apply_chat_template=options.chat,
+        log_samples=False,
+        bootstrap_iters=0,
+    )
 
 
 def _numbers(scores: Mapping[str, Any]) -> dict[str, float]:
@@ -336,31 +355,77 @@ class ServedLM(TemplateLM):
         return ServedLM(self._generator, self._scorer, self._words, name=name, reporter=self._reporter)
 
 
-@dataclass(frozen=True)
-class ApiModel:
-    """A model behind the completions API of a server (ours, vLLM): lm-eval's `local-completions` asks it.
+class ServerLM(LocalCompletionsAPI):
+    """A model behind the completions API of a server (ours, vLLM), asked by lm-eval's `local-completions`.
 
-    `tokenizer_folder` is as transformers reads it: the prompts are sent as tokens.
+    Prompts are sent as the tokens that lm-eval's `hf` model makes. `local-completions` itself leaves out BOS, so its
+    scores are those of another prompt. It also takes its key from OPENAI_API_KEY, whatever server it asks.
     """
 
-    url: str
-    model: str
-    tokenizer_folder: str
-    max_length: int
-    api_key: str | None = field(default=None, repr=False)
-    concurrent: int = 8
+    def __init__(
+        self,
+        server: CompletionsServer,
+        *,
+        model: str,
+        tokenizer_folder: str,
+        max_length: int,
+        name: str = "",
+        reporter: Reporter = SILENT,
+    ) -> None:
+        super().__init__(
+            base_url=server.address("/v1/completions"),
+            model=model,
+            tokenizer=tokenizer_folder,
+            tokenizer_backend="huggingface",
+            num_concurrent=_CONCURRENT_REQUESTS,
+            max_length=max_length,
+            header=server.headers(),
+        )
+        self._name, self._reporter = name, reporter
+        self._progress: ProgressTask | None = None
 
-    def arguments(self) -> dict[str, Any]:
-        """Return what lm-eval is told."""
-        return {
-            "model": self.model,
-            "base_url": f"{self.url.rstrip('/')}/v1/completions",
-            "tokenizer": self.tokenizer_folder,
-            "tokenizer_backend": "huggingface",
-            "num_concurrent": self.concurrent,
-            "max_length": self.max_length,
-            "auth_token": self.api_key,
-        }
+    def tok_encode(
+        self,
+        string: str | Sequence[str],
+        left_truncate_len: int | None = None,
+        add_special_tokens: bool | None = None,
+        truncation: bool = False,
+        **_: Any,
+    ) -> Any:
+        """Return the tokens of a text, or of each of some; a text that begins with BOS gets no second one."""
+        if not isinstance(string, str):
+            return [self.tok_encode(one) for one in string]
+        tokenizer: Any = self.tokenizer
+        prefix = tokenizer.decode([self.prefix_token_id])
+        return tokenizer.encode(string, add_special_tokens=not (prefix and string.startswith(prefix)))
+
+    async def amodel_call(self, *arguments: Any, **options: Any) -> Any:
+        """Send one request; a progress bar counts it when it is answered."""
+        answers = await super().amodel_call(*arguments, **options)
+        if self._progress is not None:
+            self._progress.advance(1)
+        return answers
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each (context, continuation), and whether greedy decoding gives it."""
+        with self._counted("loglikelihood", len(requests)):
+            return super().loglikelihood(requests, disable_tqdm=True)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
+        """Return the log-likelihood of each text; one longer than the model is cut into windows."""
+        with self._counted("loglikelihood", None):
+            return super().loglikelihood_rolling(requests, disable_tqdm=True)
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
+        """Return what the model writes after each context, until one of the stop strings."""
+        with self._counted("generate", len(requests)):
+            return super().generate_until(requests, disable_tqdm=True)
+
+    @contextmanager
+    def _counted(self, label: str, total: int | None) -> Iterator[None]:
+        with self._reporter.task(f"{self._name}: {label}", total=total, unit="requests") as task:
+            self._progress = task
+            yield
 
 
 @contextmanager

@@ -5,7 +5,7 @@ const CHARTS = [
   { title: "Loss", lines: [["steps", "loss", "train"], ["validations", "loss", "validation"]], logs: true },
   { title: "Gradient norm", lines: [["steps", "grad_norm", "norm"]], logs: true },
   { title: "Learning rate", lines: [["steps", "lr", "rate"]] },
-  { title: "Throughput", unit: "tokens/s/GPU", lines: [["steps", "tokens_per_second_per_gpu", "rate"]] },
+  { title: "Throughput", unit: "tokens/s/rank", lines: [["steps", "tokens_per_second_per_gpu", "rate"]] },
   { title: "MFU", format: (value) => figures.percent(value), lines: [["steps", "mfu", "causal attention"], ["steps", "mfu_full_attention", "full attention"]] },
   { title: "Step time", unit: "s", lines: [["steps", "step_seconds", "step"]] },
   { title: "Memory", unit: "GiB", lines: [["steps", "memory_gib", "rank 0"], ["ranks", "memory_gib_max", "fullest rank"], ["devices", "device_memory_max", "fullest device"]] },

@@ -175,7 +175,7 @@ class Page {
       tile("Loss", figures.loss(run.loss)),
       isKnown(run.validation_loss) ? tile("Validation", figures.loss(run.validation_loss)) : null,
       tile("Tokens", figures.short(run.tokens)),
-      tile("Tokens/s/GPU", figures.count(run.tokens_per_second_per_gpu)),
+      tile(run.device === "cpu" ? "Tokens/s/rank" : "Tokens/s/GPU", figures.count(run.tokens_per_second_per_gpu)),
       tile("MFU", figures.percent(run.mfu)),
       tile("Step time", figures.seconds(run.step_seconds)),
       isKnown(run.memory_gib) ? tile("Memory", figures.gib(run.memory_gib)) : null,

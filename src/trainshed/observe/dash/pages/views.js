@@ -58,12 +58,12 @@ class RunsView {
       this.table.replaceChildren(emptyState("No run matches", "Clear the filter to see all ", String(this.runs.length), "."));
       return;
     }
-    const head = ["", "Run", "State", "Step", "Loss", "", "MFU", "Tokens/s/GPU", "Left", "Updated"];
+    const head = ["", "Run", "State", "Step", "Loss", "", "MFU", "Tokens/s/rank", "Left", "Updated"];
     this.table.replaceChildren(
       el(
         "table",
         { class: "runs" },
-        el("thead", {}, el("tr", {}, head.map((text) => el("th", { class: ["Loss", "MFU", "Tokens/s/GPU", "Left", "Updated"].includes(text) ? "number" : "" }, text)))),
+        el("thead", {}, el("tr", {}, head.map((text) => el("th", { class: ["Loss", "MFU", "Tokens/s/rank", "Left", "Updated"].includes(text) ? "number" : "" }, text)))),
         el("tbody", {}, rows.map((run, index) => this.row(run, index)))
       )
     );
@@ -341,7 +341,7 @@ class PlanView {
       ["Step time", "step_seconds", figures.seconds, true],
       ["MFU", "mfu", figures.percent, false],
       ["Memory of the fullest rank", "memory_gib", figures.gib, true],
-      ["Tokens/s/GPU", "tokens_per_second_per_gpu", figures.count, false],
+      ["Tokens/s/rank", "tokens_per_second_per_gpu", figures.count, false],
     ];
     const body = rows.map(([name, key, format, lessIsBetter]) => {
       const plan = predicted ? predicted[key] : null, real = measured[key];
