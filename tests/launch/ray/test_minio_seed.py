@@ -60,7 +60,7 @@ def seed(address: str, s3_server: S3Server, s3_bucket: str, tmp_path: Path) -> M
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """Our own server for an exported model, as the seed's page tells to start it."""
-    (port,) = free_ports(1)
+    (port,) = free_ports(1, 20000, 30000)
     command = [sys.executable, "-m", "trainshed", "serve", str(folder), "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
     url = f"http://127.0.0.1:{port}"
