@@ -21,10 +21,11 @@ import pytest
 from support.clusters.pod_runner import POD_MARK, Image, PodRunner
 from support.models.made_tokenizers import gpt2
 from support.runs.megatron_lm import engine_programs, unpacked
-from support.runs.minio_seed import CHECKPOINTS, MinioSeed, check_answers, fill_bucket
+from support.runs.minio_seed import CHECKPOINTS, MinioSeed, check_answers, check_answers_of, fill_bucket
 from support.runs.seed_images import fabric_libraries
 from support.runs.seed_runs import run_folder, seed_pods, submit, wait_for, wait_for_end
 from support.servers.s3_server import S3Server
+from support.servers.shared_daemons import free_ports
 from trainshed.checkpoints.mirror import mirrored_checkpoints
 from trainshed.checkpoints.native.folder import latest_complete
 from trainshed.launch.job import Job
@@ -133,7 +134,13 @@ def test_the_rayjob_trains_with_the_shipped_megatron_survives_a_killed_rank_and_
 def test_the_rayjob_of_our_own_engine_loses_a_pod_and_goes_on_from_the_bucket(
     seed: MinioSeed, pods: PodRunner, tmp_path: Path
 ) -> None:
-    job = seed.job(f"train.steps={STEPS}", f"checkpoint.every={EVERY}", "train.global_batch=8", kubernetes=True)
+    (port,) = free_ports(1, 20000, 30000)
+    job = seed.job(
+        *(f"train.steps={STEPS}", f"checkpoint.every={EVERY}", f"export.to=s3://{seed.bucket}/models/trained"),
+        f"serve={{gpus: 0, port: {port}}}",
+        kubernetes=True,
+    )
+    assert [stage.name for stage in job.stages] == ["fetch", "prepare", "train", "export", "serve"]
     ray_programs(tmp_path / "programs")
     own = Image({}, {"PATH": f"{tmp_path}/programs:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"})
     pods.images[str(job.cluster.image)] = own
@@ -149,7 +156,9 @@ def test_the_rayjob_of_our_own_engine_loses_a_pod_and_goes_on_from_the_bucket(
 
     wait_for(pods, job, submitted, "a checkpoint in the bucket", has_saved)
     pods.rays[next(iter(pods.rays))].nodes[1].process.kill()
-    wait_for_end(pods, job, submitted)
+    states = KubernetesTarget(job.cluster).status
+    wait_for(pods, job, submitted, "the server", lambda: states(submitted)[-1].state == "running")
+    check_answers_of(f"http://127.0.0.1:{port}", gpt2())
 
     first, second = losses(1), losses(2)
     assert sorted(second) == list(range(EVERY, STEPS)), "it goes on from the checkpoint"
@@ -157,4 +166,8 @@ def test_the_rayjob_of_our_own_engine_loses_a_pod_and_goes_on_from_the_bucket(
     assert again
     assert {step: first[step] for step in again} == {step: second[step] for step in again}
     assert json.loads((run / "export/verdict.json").read_text())["passed"]
-    check_answers(run / "export", gpt2())
+    # What is served is in the bucket too, with checksums.
+    copy = open_folder(f"s3://{seed.bucket}/models/trained/{run.parent.name}/{run.name}")
+    for file in (run / "export").glob("*.safetensors"):
+        assert copy.read(file.name) == file.read_bytes()
+    assert [found.path for found in copy.list() if found.path.endswith("manifest.json")]

@@ -104,7 +104,7 @@ class MinioSeed:
             *("data.validation.every=2", "data.validation.batches=1"),
             *("train.global_batch=4", "train.precision=fp32", "layout.tp=2", "layout.micro_batch=2"),
             *("layout.recompute=none", "layout.shard=none"),
-            *("checkpoint.every=2", "checkpoint.async=false", "serve=null"),
+            *("checkpoint.every=2", "checkpoint.async=false", "serve=null", "export.to=null"),
             # So that a step that differs shows in the weights.
             *("train.optimizer.lr=1.0e-3", "train.schedule.min_lr=1.0e-4", "export.dtype=fp32"),
             f"checkpoint.to=s3://{self.bucket}/{self.checkpoints}",
@@ -310,13 +310,18 @@ def ask(url: str, body: dict[str, Any]) -> Any:
 
 
 def check_answers(folder: Path, tokenizer: Tokenizer) -> None:
-    """Ask the seed's three questions; each is answered, with no more tokens than it asks for."""
+    """Ask the seed's three questions of a server that is started for it."""
     with served(folder) as url:
-        for question, tokens in QUESTIONS.items():
-            answer = ask(url, {"prompts": [question], "tokens_to_generate": tokens})
-            assert answer["text"][0].startswith(question)
-            asked = len(tokenizer.encode(question).ids)
-            assert asked < len(answer["tokens"][0]) <= asked + tokens
+        check_answers_of(url, tokenizer)
+
+
+def check_answers_of(url: str, tokenizer: Tokenizer) -> None:
+    """Ask the seed's three questions; each is answered, with no more tokens than it asks for."""
+    for question, tokens in QUESTIONS.items():
+        answer = ask(url, {"prompts": [question], "tokens_to_generate": tokens})
+        assert answer["text"][0].startswith(question)
+        asked = len(tokenizer.encode(question).ids)
+        assert asked < len(answer["tokens"][0]) <= asked + tokens
 
 
 def megatron_sources(folder: Path) -> Path:
