@@ -18,6 +18,7 @@ import trainshed
 from support.clusters.bare_python import bare_python
 from trainshed.checkpoints.megatron import retention
 from trainshed.engines import prove_image, stage_tokens
+from trainshed.engines.megatron import run_program
 from trainshed.launch import megatron_api
 from trainshed.launch.kubernetes.driver_program import DRIVER_MODULES, driver_program
 from trainshed.launch.ray import script_driver
@@ -30,6 +31,7 @@ SHIPPED = [
     Path(script_driver.__file__),
     Path(stage_tokens.__file__),
     Path(prove_image.__file__),
+    Path(run_program.__file__),
     Path(megatron_api.__file__),
     Path(retention.__file__),
     *shipped_files(),

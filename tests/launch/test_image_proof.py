@@ -96,6 +96,21 @@ def test_a_bare_python_says_all_that_its_image_lacks(version: str, tmp_path: Pat
     assert [check["name"] for check in kept if check["verdict"] == "fail"].count("module") == 3
 
 
+def test_an_image_without_ray_is_named_before_a_rayjob_holds_gpus(tmp_path: Path) -> None:
+    place = write_job(seed_job("minio-llama3-1-70b-cpt", "minio-mi300x-ray", tmp_path, "serve=null"), tmp_path)
+    with_python(bare_python("3.10"), tmp_path)
+    (tmp_path / "programs" / "bash").symlink_to("/bin/bash")
+    done = prove(place, {"PATH": str(tmp_path / "programs")})
+    assert done.returncode == 2, done.stderr
+    assert done.stdout.splitlines()[0].startswith("ok    python        3.10.")
+    assert "FAIL  module        there is no ray in this image" in done.stdout
+    for name in ("ray", "wget", "python"):
+        assert f"warn  command       there is no {name} in this image: KubeRay" in done.stdout
+    # A job that Ray does not start asks for none of them.
+    other = json.loads(seed_job("aks-gpt-175b", "aks-nd-h100-v5", tmp_path).files[REQUEST_FILE])
+    assert ("programs" in other, "ray" in other["modules"]) == (False, False)
+
+
 def test_an_image_without_python_or_with_an_older_one_is_named(tmp_path: Path) -> None:
     place = write_job(seed_job("aks-gpt-175b", "aks-nd-h100-v5", tmp_path), tmp_path)
     programs = tmp_path / "bin"

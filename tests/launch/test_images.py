@@ -15,6 +15,7 @@ import yaml
 from support import TESTS
 from support.recipes.golden_files import check_golden
 from trainshed.cli import run_cli
+from trainshed.engines.megatron.versions import known_image
 from trainshed.engines.nemo.launch import NEMO_IMAGES
 from trainshed.engines.torchtune.versions import DEFAULT_VERSION, VERSIONS
 from trainshed.errors import InputError
@@ -141,7 +142,28 @@ def test_shipped_clusters_say_how_their_image_is_built(tmp_path: Path) -> None:
         for command in commands:
             assert run_cli([*command.split(), "--out", str(tmp_path)]) == 0, command
             built += 1
-    assert built >= 6
+            if "--venv" in command:
+                continue
+            # All stages but a foreign engine's own run in it.
+            text = (tmp_path / "Containerfile").read_text()
+            assert {"pydantic", "obstore", "safetensors"} <= set(re.findall(r"^ +'?([a-z]+)[<>=]", text, re.MULTILINE))
+            assert cluster["image"] in command
+    assert built >= 7
+
+
+def test_the_ray_image_for_rocm_keeps_its_pytorch_and_has_megatron_where_recipes_look(tmp_path: Path) -> None:
+    recipe = (TESTS.parent / "recipes" / "minio-llama3-1-70b-cpt.yaml").read_text()
+    (command,) = re.findall(r"^#   trainshed (image build [^\n]*)$", recipe, re.MULTILINE)
+    words = command.replace("REGISTRY", "registry.example").split()
+    assert run_cli([*words, "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "Containerfile").read_text()
+    assert "'ray[default]==" in text
+    assert "-c /tmp/kept.txt" in text
+    assert not re.search(r"^ +'?torch[<>=]", text, re.MULTILINE)
+    assert "install -y --no-install-recommends wget" in text, "KubeRay's probes"
+    program = known_image(words[2]).program
+    assert program == "/opt/megatron-lm/pretrain_gpt.py"
+    assert f"ln -s /workspace/Megatron-LM {Path(program).parent}" in text
 
 
 def test_an_image_has_what_nodes_need_and_keeps_the_pytorch_of_its_base() -> None:

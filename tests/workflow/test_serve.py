@@ -11,7 +11,10 @@ from trainshed.errors import RecipeError
 from trainshed.launch.job import CodeArchive, Job, JobFile
 from trainshed.plan.budget.storage import planned_storage
 from trainshed.recipe import Serve, load_cluster, load_recipe
-from trainshed.workflow.serve import local_serve_command, startup_seconds
+from trainshed.reporting import SILENT
+from trainshed.storage import open_folder
+from trainshed.workflow.serve import export_address, local_serve_command, startup_seconds
+from trainshed.workflow.stages import publish_export
 from trainshed.workflow.submit import build_job
 
 CODE = CodeArchive("trainshed-0-0.tar.xz", "0" * 64, b"")
@@ -39,6 +42,28 @@ def test_serving_is_the_last_stage_and_says_what_it_runs(tmp_path: Path) -> None
     )
     (tmp_path / "job.json").write_text(job.files["job.json"])
     assert JobFile.read(tmp_path).stages == job.stages
+
+
+@pytest.mark.s3
+def test_a_bucket_gets_a_copy_of_what_is_served_also_after_more_training(s3_bucket: str, tmp_path: Path) -> None:
+    to, run = f"s3://{s3_bucket}/trained", tmp_path / "runs" / "proof" / "1a2b"
+    job = job_of(tmp_path, "serve={gpus: 0}", f"export.to={to}")
+    serving = job.stages[-1].serving
+    assert serving is not None
+    assert serving.words[1] == f"{job.run}/export", "a server reads from a path that its node mounts"
+    overrides = ["export={}", "tokenizer=hf://org/tiny", "serve={gpus: 0}", f"export.to={to}"]
+    recipe = load_recipe(str(tmp_path / "recipe.yaml"), overrides)
+    target = Path(export_address(recipe, str(run)))
+    target.mkdir(parents=True)
+    copy = open_folder(f"{to}/proof/1a2b")
+    for weights in (b"trained", b"trained longer"):
+        (target / "model.safetensors").write_bytes(weights)
+        assert publish_export(recipe, run, str(target), None, SILENT) == str(target)
+        assert copy.read("model.safetensors") == weights
+        assert [found.path for found in copy.list() if found.path.endswith("manifest.json")]
+    # Without a server the export is written there at once.
+    alone = load_recipe(str(tmp_path / "recipe.yaml"), [*overrides, "serve=null"])
+    assert export_address(alone, str(run)) == f"{to}/proof/1a2b"
 
 
 def test_our_server_is_told_the_adapters(tmp_path: Path) -> None:
@@ -81,7 +106,6 @@ GPUS = "serve={engine: vllm, gpus: 4, image: x}"
         (["serve={gpus: 0, replicas: 2}"], LAPTOPS, "serve.replicas", "shares requests", "write `replicas: 1`"),
         (["serve={gpus: 0, image: x}"], LAPTOPS, "serve.image", "this cluster has no containers", "container: pyxis"),
         (["serve={gpus: 0, max_length: 64}"], LAPTOPS, "serve.max_length", "the 32 positions", "write 32 or less"),
-        (["serve={gpus: 0}", "export.to=s3://b/x"], LAPTOPS, "export.to", "a path that its node mounts", "delete it"),
         (["serve={gpus: 0, adapters: {a: b/c}}"], LAPTOPS, "serve.adapters.a", "is relative to", "an absolute path"),
         (["serve={gpus: 0, image: x}"], f"{LAPTOPS}locked: [image]\n", "serve.image", "`image` is locked", "delete it"),
         (["serve={engine: vllm}", *LARGE], "aks-nd-h100-v5", "serve", "in which image is vLLM?", "vllm/vllm-openai@"),

@@ -146,6 +146,8 @@ class EngineLaunch:
     """Whether it saves when it is asked to stop; otherwise it ends, and goes on from the checkpoint before."""
     rank_script: str | None = None
     """A bash script of the job that starts each rank, given its command; None: torchrun starts Python itself."""
+    runner: str | None = None
+    """A Python file of the job that runs `program`, its first argument; None: Python runs it itself."""
     expects: ImageExpectation | None = None
     """What is looked for in its image before anything else is done."""
     notes: tuple[str, ...] = ()
@@ -482,6 +484,8 @@ def _torchrun_lines(launch: EngineLaunch, site: EngineSite, python: str) -> Iter
         f"--nproc-per-node {site.gpus_per_node}",
     ]
     program = shlex.quote(launch.program)
+    if launch.runner is not None:
+        program = f"{shlex.quote(f'{site.job_folder}/{launch.runner}')} {program}"
     if launch.rank_script is not None:
         words.append("--no-python")
         starter = f"bash {shlex.quote(f'{site.job_folder}/{launch.rank_script}')} {shlex.quote(python)}"

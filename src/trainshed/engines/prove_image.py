@@ -19,6 +19,7 @@ import importlib.util
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,8 @@ def prove(asked: dict[str, Any]) -> Iterator[ImageCheck]:
         yield check_mount(mount["path"], mount["read_only"])
     yield check_store(asked["run"])
     yield from check_modules(asked)
+    for name, purpose in asked.get("programs", {}).items():
+        yield check_command(name, purpose)
     for library in asked["libraries"]:
         yield check_library(library, asked)
     if asked["program"] is not None:
@@ -193,6 +196,15 @@ def version_of(module: str) -> str:
         except metadata.PackageNotFoundError:
             continue
     return ""
+
+
+def check_command(name: str, purpose: str) -> ImageCheck:
+    """Look for a program that others than the job itself will call: how, is theirs to change."""
+    found = shutil.which(name)
+    if found is not None:
+        return ImageCheck("command", "pass", found)
+    hint = "build the image with `trainshed image build --ray`, or take one that has it"
+    return ImageCheck("command", "warn", f"there is no {name} in this image: {purpose}", hint)
 
 
 def check_library(names: str, asked: dict[str, Any]) -> ImageCheck:

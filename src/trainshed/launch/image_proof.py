@@ -25,6 +25,12 @@ PROGRAM_FILE = f"{PROGRAMS}/prove_image.py"
 OLDEST_PYTHON = {"torch": (3, 11)}
 """By engine; for what runs of ours in the images of others it is 3.8."""
 _OWN_MODULES = ("torch", "safetensors")
+_KUBERAY_PROGRAMS = {
+    "ray": "KubeRay starts every node with it",
+    "wget": "KubeRay's probes ask with it whether a node is well",
+    "python": "KubeRay's submitter waits with it for the head",
+}
+"""What KubeRay's operator runs in the image, and what for."""
 
 
 def image_files(
@@ -33,6 +39,7 @@ def image_files(
     """Return the files of a job that say what is expected of its image, and look for it."""
     expects = launch.expects if launch is not None else None
     program = launch.program if launch is not None and expects is not None and not launch.is_module else None
+    on_ray = cluster.target == "kubernetes" and cluster.on_kubernetes.kind == "rayjob"
     in_image = program is not None and expects is not None and expects.program_in_image
     request: dict[str, Any] = {
         "engine": engine,
@@ -41,7 +48,8 @@ def image_files(
         "verdict": IMAGE_CHECKS,
         "image": site.image if _has_image(cluster) else None,
         "mounts": [{"path": volume.mount, "read_only": volume.read_only} for volume in _volumes(cluster)],
-        "modules": expects.modules if expects is not None else _OWN_MODULES,
+        "modules": (*(expects.modules if expects is not None else _OWN_MODULES), *(("ray",) if on_ray else ())),
+        **({"programs": _KUBERAY_PROGRAMS} if on_ray else {}),
         "package": expects.package if expects is not None else None,
         "version": expects.version if expects is not None else None,
         "path": [str(Path(program).parent)] if in_image and program is not None else [],

@@ -164,6 +164,7 @@ def containerfile(request: ImageRequest) -> str:
         f"FROM {request.base_image}",
         'SHELL ["/bin/bash", "-euo", "pipefail", "-c"]',
         *_fabric_lines(request),
+        *_ray_lines(request),
         *_engine_lines(request),
         *_pip_lines(request),
         *_check_lines(request),
@@ -189,6 +190,19 @@ def _fabric_lines(request: ImageRequest) -> list[str]:
     if request.fabric in ("tcpxo", "gib"):
         return ["# GKE mounts the plug-in of this fabric from the node: nothing of it is in the image."]
     return []
+
+
+def _ray_lines(request: ImageRequest) -> list[str]:
+    """Return the lines for what KubeRay calls in the image besides Ray: `wget` to probe it, `python` to submit."""
+    if not request.ray:
+        return []
+    return [
+        "# hadolint ignore=DL3008",
+        "RUN apt-get update \\",
+        " && apt-get install -y --no-install-recommends wget \\",
+        " && rm -rf /var/lib/apt/lists/* \\",
+        ' && { command -v python || ln -s "$(command -v python3)" /usr/local/bin/python; }',
+    ]
 
 
 def _efa_lines() -> list[str]:
@@ -223,8 +237,12 @@ def _engine_lines(request: ImageRequest) -> list[str]:
     if request.engine != "megatron":
         return []
     if request.gpu == "rocm":
+        # Where recipes look for pretrain_gpt.py in every image that is built here.
         folder = _parts()["megatron_rocm"]["folder"]
-        return [f'ENV PYTHONPATH="{folder}"']
+        return [
+            f"RUN test -f {folder}/pretrain_gpt.py && ln -s {folder} {_MEGATRON_FOLDER}",
+            f'ENV PYTHONPATH="{_MEGATRON_FOLDER}"',
+        ]
     commit = _parts()["megatron"][request.engine_version]["commit"]
     source = f"https://github.com/NVIDIA/Megatron-LM/archive/{commit}.tar.gz"
     return [

@@ -39,7 +39,8 @@ class Export(Section):
     )
     to: StoreAddress | None = Field(
         None,
-        description="Where they go; left out: `export` in the run's folder; hf://org/name publishes that on the Hub",
+        description="Where they go; left out: `export` in the run's folder; hf://org/name publishes that on the Hub, "
+        "and with `serve` a bucket gets a copy of it",
     )
 
     def problems(self) -> Iterator[Problem]:

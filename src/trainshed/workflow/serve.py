@@ -5,7 +5,6 @@ from __future__ import annotations
 import posixpath
 import shlex
 from math import ceil
-from pathlib import Path
 
 from trainshed.catalog.gpus import find_gpu
 from trainshed.catalog.machines import Machine, find_machine
@@ -38,10 +37,23 @@ _MOST_OF_MEMORY = 0.9
 
 
 def export_address(recipe: Recipe, run: str) -> str:
-    """Return where a run's export goes."""
+    """Return where a run's export is written."""
     to = recipe.export.to if recipe.export is not None else None
-    if to is None or to.startswith("hf://"):  # a repository of the Hub is given the export of the run's folder
+    # A repository of the Hub is given the export of the run's folder, and so is a bucket where a server reads it there.
+    if to is None or recipe.publishes or export_copy_address(recipe, run) is not None:
         return f"{run}/{EXPORT}"
+    return _export_of_run(to, recipe, run)
+
+
+def export_copy_address(recipe: Recipe, run: str) -> str | None:
+    """Return the place in a bucket that gets a copy of a run's export, for a server needs it on a disk; None: none."""
+    to = recipe.export.to if recipe.export is not None else None
+    if to is None or recipe.publishes or recipe.serve is None or "://" not in to:
+        return None
+    return _export_of_run(to, recipe, run)
+
+
+def _export_of_run(to: str, recipe: Recipe, run: str) -> str:
     return f"{to.rstrip('/')}/{recipe.name}/{run.rsplit('/', 1)[-1]}"
 
 
@@ -219,13 +231,6 @@ def _check_target(recipe: Recipe, cluster: Cluster, serve: Serve) -> None:
             f"the cluster {cluster.name} has no secret `{serve.api_key}`",
             where=recipe.where("serve.api_key"),
             hint=f"write `{serve.api_key}: {{env: {serve.api_key}}}` below `secrets` in the cluster file",
-        )
-    to = recipe.export.to if recipe.export is not None else None
-    if to is not None and not recipe.publishes and ("://" in to or not Path(to).is_absolute()):
-        raise RecipeError(
-            f"a server reads its weights from a path that its node mounts, and the export goes to {to}",
-            where=recipe.where("export.to"),
-            hint="delete it, and the export lies in the run's folder; or write an absolute path that nodes mount",
         )
 
 

@@ -39,6 +39,7 @@ from trainshed.observe.run_facts import EngineRun
 from trainshed.observe.stages import StageOutcome, StageRecorder, recorded_stage
 from trainshed.observe.watch_node import shipped_files
 from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe, to_plain
+from trainshed.redaction import shown_address
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CHECKPOINTS, CLUSTER_FILE, ENGINE, ENGINE_RUN_FILE, RECIPE_FILE
 from trainshed.signals import StopSignals, exit_code_of
@@ -58,7 +59,7 @@ from trainshed.workflow.prepare import (
     tokenise_part,
 )
 from trainshed.workflow.runnable import check_export_installed, check_plugins, check_runnable
-from trainshed.workflow.serve import export_address
+from trainshed.workflow.serve import export_address, export_copy_address
 
 CPU_STAGES = ("fetch", "convert", "tokenise", "prepare", "upload", "export", "eval")
 
@@ -334,9 +335,13 @@ def export_run(
 
 
 def publish_export(recipe: Recipe, run: Path, target: str, options: StoreOptions | None, reporter: Reporter) -> str:
-    """Publish a proven export where `export.to` names a repository of the Hub; returns where the weights are."""
+    """Publish a proven export on the Hub, or copy it to a bucket (`export.to`); returns where the weights are."""
+    if (copy := export_copy_address(recipe, str(run))) is not None:
+        copied = copy_tree(target, copy, options=options, reporter=reporter)
+        reporter.note(f"{shown_address(copy)} has a copy of the export: {copied.files} files")
+        return target
     to = recipe.export.to if recipe.export is not None else None
-    if to is None or not to.startswith("hf://"):
+    if to is None or not recipe.publishes:
         return target
     from trainshed.storage.hub_upload import publish_folder
     from trainshed.workflow.model_card import model_card

@@ -1,9 +1,10 @@
-"""Runs the pods of Jobs, JobSets, PyTorchJobs and Deployments that lie in a test's API server, as processes here.
+"""Runs the pods of Jobs, JobSets, PyTorchJobs, RayJobs and Deployments of a test's API server, as processes here.
 
-The parts of a kubelet and of three controllers that our manifests count on: volumes at their paths and an image's
+The parts of a kubelet and of four controllers that our manifests count on: volumes at their paths and an image's
 folders (in a mount namespace of each container), variables with their references, names of pods in DNS (/etc/hosts),
-completion indexes, what the training operator sets, sidecars, the rules of podFailurePolicy and failurePolicy, a new
-uid for a job that is made anew; of a server its probes (`pod_probes.py`). Needs root, for `unshare --mount`.
+completion indexes, what the training operator sets, init containers and sidecars, the rules of podFailurePolicy and
+failurePolicy, a new uid for a job that is made anew; of a server its probes (`pod_probes.py`), of a RayJob its cluster
+(`pod_ray.py`). Needs root, for `unshare --mount`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 from support.clusters.kubernetes_server import KubernetesServer
 from support.clusters.pod_probes import ProbedPod
+from support.clusters.pod_ray import PodsOfRayJob
 from support.servers.shared_daemons import free_ports
 
 # Each container sees this machine's folders, its pod's own /etc (with its files and the names of its peers), /run,
@@ -43,8 +45,9 @@ done
 for place in etc run var/tmp mnt; do mount --bind "$POD_ROOT/$place" "$root/$place"; done
 while read -r source target; do mkdir -p "$root$target"; mount --bind "$source" "$root$target"; done <"$POD_MOUNTS"
 hostname "$POD_HOSTNAME"
-unset POD_ROOT POD_HOSTNAME POD_MOUNTS
-exec chroot "$root" "$@"
+folder="$POD_WORKING_FOLDER"
+unset POD_ROOT POD_HOSTNAME POD_MOUNTS POD_WORKING_FOLDER
+exec chroot "$root" env --chdir="$folder" "$@"
 """
 
 
@@ -59,6 +62,8 @@ class Image:
     folders: Mapping[str, Path] = field(default_factory=dict)
     """By their path in the image."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    working_folder: str = "/"
+    """Where its containers start."""
 
 
 @dataclass
@@ -113,6 +118,8 @@ class PodRunner:
     gangs: dict[str, Gang] = field(default_factory=dict)
     servers: dict[str, ProbedPod] = field(default_factory=dict)
     """By the path of their Deployment; each has one replica."""
+    rays: dict[str, PodsOfRayJob] = field(default_factory=dict)
+    """By the path of their RayJob."""
     images: dict[str, Image] = field(default_factory=dict)
     secrets: dict[str, str] = field(default_factory=dict)
     """By name/key; one that is not there is empty."""
@@ -129,7 +136,7 @@ class PodRunner:
     def close(self) -> None:
         """End what still runs."""
         for gang in self.gangs.values():
-            self._kill(gang)
+            self.kill(gang)
         for served in self.servers.values():
             served.pod.process.kill()
             served.pod.process.wait()
@@ -154,9 +161,16 @@ class PodRunner:
         for path, start in [(path, start) for kind, start in kinds.items() for path in self.server.paths(kind)]:
             if path not in self.gangs:
                 self.gangs[path] = start(path)
+        for path in self.server.paths("/rayjobs/"):
+            if path not in self.gangs:
+                self.rays[path] = PodsOfRayJob(self, path)
+                self.gangs[path] = self.rays[path].gang
         for gang in self.gangs.values():
             if gang.path in self.server.objects and gang.pods:
-                self._look(gang)
+                if gang.path in self.rays:
+                    self.rays[gang.path].look()
+                else:
+                    self._look(gang)
         for path in self.server.paths("/deployments/"):
             if path not in self.servers:
                 self.servers[path] = self._serve(path)
@@ -169,7 +183,7 @@ class PodRunner:
 
     def _collect(self, gang: Gang) -> None:
         """What is left of an object that was deleted goes with it."""
-        self._kill(gang)
+        self.kill(gang)
         for pod in [*gang.pods, *gang.ended]:
             self.server.objects.pop(pod.path, None)
         del self.gangs[gang.path]
@@ -178,7 +192,9 @@ class PodRunner:
         found = self.server.objects[path]
         assert found["spec"]["replicas"] == 1, "all pods share this machine's ports"
         template = found["spec"]["template"]
-        return ProbedPod(self._pod(template, 0, [found["metadata"]["name"]], "none", str(uuid.uuid4()), 0), template)
+        return ProbedPod(
+            self.start_pod(template, 0, [found["metadata"]["name"]], "none", str(uuid.uuid4()), 0), template
+        )
 
     def _start(self, path: str, restarts: int = 0) -> Gang:
         found = self.server.objects[path]
@@ -188,7 +204,9 @@ class PodRunner:
         base = f"{name}-{found['spec']['replicatedJobs'][0]['name']}-0" if is_set else name
         peers = [f"{base}-{index}" for index in range(job["completions"])]
         uid = str(uuid.uuid4()) if is_set else found["metadata"]["uid"]
-        pods = [self._pod(job["template"], index, peers, name, uid, restarts) for index in range(job["completions"])]
+        pods = [
+            self.start_pod(job["template"], index, peers, name, uid, restarts) for index in range(job["completions"])
+        ]
         return Gang(path, pods, restarts, found["metadata"]["uid"])
 
     def _start_pytorchjob(self, path: str) -> Gang:
@@ -209,10 +227,10 @@ class PodRunner:
             elastic = {f"PET_{key}": value for key, value in address.items()} | {"PET_NODE_RANK": str(rank)}
             elastic |= {"PET_NNODES": str(len(peers)), "PET_NPROC_PER_NODE": "auto"}
             uid = str(uuid.uuid4())
-            pods.append(self._pod(template, rank, peers, name, uid, 0, address | ranks | elastic))
+            pods.append(self.start_pod(template, rank, peers, name, uid, 0, address | ranks | elastic))
         return Gang(path, pods, 0, found["metadata"]["uid"])
 
-    def _pod(
+    def start_pod(
         self,
         template: dict[str, Any],
         index: int,
@@ -239,7 +257,7 @@ class PodRunner:
         account = root / "run/secrets/kubernetes.io/serviceaccount"
         if spec.get("automountServiceAccountToken", True):
             shutil.copytree(self.service_account, account)
-        volumes = {volume["name"]: self._volume(volume, root) for volume in spec["volumes"]}
+        volumes = {volume["name"]: self._volume(volume, root) for volume in spec.get("volumes", ())}
         controller = {"JOB_COMPLETION_INDEX": str(index)} if operator is None else dict(operator)
         variables = {"POD_ROOT": str(root), "POD_HOSTNAME": peers[index]} | controller
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
@@ -247,9 +265,13 @@ class PodRunner:
         def start(body: dict[str, Any], log: Path) -> Pod:
             return self._container(body, volumes, root, variables, labels | {"metadata.uid": uid}, (name, path, log))
 
-        aside = [body for body in spec.get("initContainers", ()) if body.get("restartPolicy") == "Always"]
-        assert len(aside) == len(spec.get("initContainers", ())), "init containers that end are not run here"
-        sidecars = [start(body, self.folder / f"{name}-{body['name']}.log") for body in aside]
+        sidecars = []
+        for body in spec.get("initContainers", ()):
+            first = start(body, self.folder / f"{name}-{body['name']}.log")
+            if body.get("restartPolicy") == "Always":
+                sidecars.append(first)
+            else:
+                assert first.process.wait(timeout=300) == 0, first.log.read_text()
         pod = start(container, self.folder / f"{name}.log")
         pod.sidecars = sidecars
         body = {"metadata": {"labels": labels}, "spec": {"nodeName": f"node-{index}", "containers": [container]}}
@@ -267,17 +289,19 @@ class PodRunner:
     ) -> Pod:
         """Start a container of a pod; `named` is the pod, its path in the server and the container's log."""
         image = self.images.get(body["image"], Image())
-        mounts = [(source, mount["mountPath"]) for mount in body["volumeMounts"] if (source := volumes[mount["name"]])]
+        wanted = body.get("volumeMounts", ())
+        mounts = [(source, mount["mountPath"]) for mount in wanted if (source := volumes[mount["name"]])]
         mounts = [(folder, path) for path, folder in image.folders.items()] + mounts
         (root / f"mounts-{body['name']}").write_text("".join(f"{source} {target}\n" for source, target in mounts))
         values = {"PATH": os.environ["PATH"], "HOME": "/root"} | dict(image.environment) | dict(variables)
         values[POD_MARK] = named[0]
         values["POD_MOUNTS"] = str(root / f"mounts-{body['name']}")
+        values["POD_WORKING_FOLDER"] = image.working_folder
         host, port = self.server.url.removeprefix("https://").split(":")
         values |= {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
         values |= {variable["name"]: self._value(variable, fields) for variable in body.get("env", ())}
         inside = ["unshare", "--mount", "--uts", "bash", "-c", _INSIDE, "pod"]
-        command = [*inside, *body["command"], *body["args"]]
+        command = [*inside, *body["command"], *body.get("args", ())]
         name, path, log = named
         return Pod(name, path, _started(command, values, log), log, command, values)
 
@@ -298,6 +322,8 @@ class PodRunner:
             return self.shared
         if volume.get("emptyDir", {}).get("medium") == "Memory":
             return None
+        if volume.get("hostPath", {}).get("path", "").startswith("/dev/"):
+            return None  # devices of a fabric, which this machine has not
         folder = root / "volumes" / volume["name"]
         folder.mkdir(parents=True)
         sources = volume.get("projected", {}).get("sources", [])
@@ -367,7 +393,7 @@ class PodRunner:
         )
         if action == "FailJobSet" or gang.restarts >= policy["maxRestarts"]:
             return self._conclude(gang, "Failed")
-        self._kill(gang)
+        self.kill(gang)
         for pod in gang.pods:
             del self.server.objects[pod.path]
         again = self._start(gang.path, gang.restarts + 1)
@@ -375,7 +401,7 @@ class PodRunner:
         found["status"] = {"restarts": gang.restarts}
 
     def _conclude(self, gang: Gang, condition: str, reason: str = "") -> None:
-        self._kill(gang)
+        self.kill(gang)
         status = self.server.objects[gang.path].setdefault("status", {})
         said = {"status": "True", "reason": reason, "message": f"the job has {condition.lower()}"}
         status["conditions"] = [{"type": condition} | said]
@@ -388,13 +414,18 @@ class PodRunner:
         status = {"phase": "Failed" if code else "Succeeded", "containerStatuses": [{"state": {"terminated": ended}}]}
         self.server.objects[pod.path]["status"] = status
 
-    def _kill(self, gang: Gang) -> None:
+    def kill(self, gang: Gang) -> None:
+        """End all pods of a job, with whatever they have started."""
         for pod in gang.pods:
-            if pod.process.poll() is None:
-                _kill_all(pod.process)
-            pod.process.wait()
-            pod.end_sidecars()
-            _kill_left(pod.name)
+            self.end_pod(pod)
+
+    def end_pod(self, pod: Pod) -> None:
+        """End a pod, with whatever it has started."""
+        if pod.process.poll() is None:
+            _kill_all(pod.process)
+        pod.process.wait()
+        pod.end_sidecars()
+        _kill_left(pod.name)
 
 
 def _kill_left(name: str) -> None:

@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -22,9 +25,11 @@ from tokenizers import Tokenizer
 
 from support.models.made_tokenizers import CONFIGS, docstrings, gpt2, save
 from support.models.tiny_models import save_tiny_hf
-from support.runs.job_files import write_files
 from support.runs.megatron_lm import CPU_ARGS, engine_programs, unpacked
-from trainshed.launch.job import MOUNTED_JOB, Job
+from support.runs.seed_images import cpu_overrides, pod_overrides
+from support.servers.shared_daemons import free_ports
+from trainshed.catalog import find_machine
+from trainshed.launch.job import Job
 from trainshed.launch.ray.target import RayTarget
 from trainshed.launch.target import StageState, SubmittedJob
 from trainshed.observe.event_log import read_steps
@@ -99,19 +104,21 @@ class MinioSeed:
             *("data.validation.every=2", "data.validation.batches=1"),
             *("train.global_batch=4", "train.precision=fp32", "layout.tp=2", "layout.micro_batch=2"),
             *("layout.recompute=none", "layout.shard=none"),
-            *("checkpoint.every=2", "checkpoint.async=false", "serve=null"),
+            *("checkpoint.every=2", "checkpoint.async=false", "serve=null", "export.to=null"),
             # So that a step that differs shows in the weights.
             *("train.optimizer.lr=1.0e-3", "train.schedule.min_lr=1.0e-4", "export.dtype=fp32"),
             f"checkpoint.to=s3://{self.bucket}/{self.checkpoints}",
-            *self._engine(),
+            *self._engine(kubernetes=kubernetes),
         ]
         return [*words, *(f"cluster.{word}" for word in (self._kubernetes() if kubernetes else self._cluster()))]
 
-    def _engine(self) -> list[str]:
+    def _engine(self, *, kubernetes: bool) -> list[str]:
         if self.megatron is None:
             return ["engine=torch"]
         program = self.megatron / "pretrain_gpt.py"
         args = {**CPU_ARGS, "no-bias-swiglu-fusion": True, "no-rope-fusion": True}
+        if kubernetes:  # image, version and program are the shipped ones
+            return [f"engine.args={json.dumps(args)}"]
         return [
             "engine.image=null",
             f"engine.program={program}",
@@ -120,13 +127,14 @@ class MinioSeed:
         ]
 
     def _kubernetes(self) -> list[str]:
-        """The cluster as it is shipped, with pods as large as this machine can play."""
+        """The cluster as it is shipped, with nodes as large as this machine can play."""
+        machine = find_machine(str(load_cluster(CLUSTER).machine))
+        own = cpu_overrides() if self.megatron is None else pod_overrides(self.folder, machine.gpu, machine.fabric)
+        variables = {"TRAINSHED_UPLOAD_SECONDS": "0.5", "TRAINSHED_FAILURE_GRACE_SECONDS": "5"}
         return [
-            *("machine=cpu", "storage=null", "preflight=false", f"store={self.store}", f"python={sys.executable}"),
-            f"volumes={written([{'mount': str(self.store), 'pvc': 'trainshed'}])}",
+            *own,
             f"stores.s3.endpoint={self.endpoint}",
-            f"environment={written(self._environment())}",
-            "limits={restarts: 1, grace_seconds: 60}",
+            *(f"environment.{name}={value}" for name, value in variables.items()),
         ]
 
     def _environment(self) -> dict[str, str]:
@@ -189,20 +197,6 @@ class RayLine:
     def log(self) -> str:
         id = next(iter(self.submitted.ids.values()))
         return self.target._dashboard.log(id)
-
-
-def run_stages(job: Job, folder: Path, stages: tuple[str, ...], variables: dict[str, str]) -> Path:
-    """Run stages of a job for Kubernetes by their own command lines; its files lie in `folder`/job, not in a pod."""
-    place = folder / "job"
-    place.mkdir(exist_ok=True)
-    write_files(place, {name: text.replace(MOUNTED_JOB, str(place)) for name, text in job.files.items()})
-    for name in stages:
-        script = job.stage(name).script
-        ours = [sys.executable, "-m", "trainshed", "worker", name, "--job", str(place)]
-        command = ours if script is None else ["bash", str(place / script)]
-        done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{name}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
-    return Path(job.run)
 
 
 def processes_of(line: RayLine) -> dict[int, list[str]]:
@@ -284,6 +278,50 @@ def same_weights(one: Path, other: Path) -> bool:
         assert files
         contents.append([file.read_bytes() for file in files])
     return contents[0] == contents[1]
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Our own server for an exported model, as the seed's page tells to start it."""
+    (port,) = free_ports(1, 20000, 30000)
+    command = [sys.executable, "-m", "trainshed", "serve", str(folder), "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            assert process.poll() is None
+            try:
+                urllib.request.urlopen(f"{url}/ready", timeout=5).close()
+                break
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def ask(url: str, body: dict[str, Any]) -> Any:
+    """Send a request as the seed's `curl -X PUT` does."""
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/api", json.dumps(body).encode(), headers, method="PUT")
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return json.load(response)
+
+
+def check_answers(folder: Path, tokenizer: Tokenizer) -> None:
+    """Ask the seed's three questions of a server that is started for it."""
+    with served(folder) as url:
+        check_answers_of(url, tokenizer)
+
+
+def check_answers_of(url: str, tokenizer: Tokenizer) -> None:
+    """Ask the seed's three questions; each is answered, with no more tokens than it asks for."""
+    for question, tokens in QUESTIONS.items():
+        answer = ask(url, {"prompts": [question], "tokens_to_generate": tokens})
+        assert answer["text"][0].startswith(question)
+        asked = len(tokenizer.encode(question).ids)
+        assert asked < len(answer["tokens"][0]) <= asked + tokens
 
 
 def megatron_sources(folder: Path) -> Path:

@@ -30,13 +30,19 @@ MACHINE = """
 
 def megatron_image(version: str, place: str, folder: Path, cluster: Cluster) -> Image:
     """An image with a version of Megatron-LM at a place, and with the names of what a cluster's fabric needs."""
-    source, libraries = unpacked(version, folder), folder / "lib"
-    libraries.mkdir()
-    for names in fabric_setup(cluster, nodes=2).libraries:
-        (libraries / names.partition("|")[0]).touch()
+    source = unpacked(version, folder)
     variables = environment(Path(place), folder)
     kept = {name: variables[name] for name in variables if name not in ("HOME", "KUBECONFIG", "HF_ENDPOINT")}
-    return Image({place: source, _LIBRARIES: libraries}, kept | {"LD_LIBRARY_PATH": _LIBRARIES})
+    folders = {place: source, **fabric_libraries(cluster, folder / "lib")}
+    return Image(folders, kept | {"LD_LIBRARY_PATH": _LIBRARIES})
+
+
+def fabric_libraries(cluster: Cluster, folder: Path) -> dict[str, Path]:
+    """A folder of an image with the names of the libraries that a cluster's fabric needs, by its place there."""
+    folder.mkdir()
+    for names in fabric_setup(cluster, nodes=2).libraries:
+        (folder / names.partition("|")[0]).touch()
+    return {_LIBRARIES: folder}
 
 
 def own_image(**variables: str) -> Image:

@@ -16,6 +16,7 @@ from trainshed.engines.document_flags import DOCUMENT_MASK_KEY, MASK_IGNORED, do
 from trainshed.engines.key_table import mirror_problems, unhonoured_problems
 from trainshed.engines.keys import EngineSetting
 from trainshed.engines.launch import PROGRAMS, CpuStage, EngineInput, EngineLaunch, EngineTask, ImageExpectation
+from trainshed.engines.megatron import run_program
 from trainshed.engines.megatron.arguments import known_arguments
 from trainshed.engines.megatron.data_args import BOUNDARIES, PROFILE_OPTION_VERSIONS, PROFILE_OPTIONS
 from trainshed.engines.megatron.keys import MEGATRON_TABLE, checkpoint_folder
@@ -24,6 +25,7 @@ from trainshed.engines.megatron.model_args import padded_vocabulary, sequence_le
 from trainshed.engines.megatron.settings import MegatronSettings, add_engine_args
 from trainshed.engines.megatron.training_args import run_length
 from trainshed.engines.megatron.versions import (
+    FITS_NEWER_PYTORCH,
     fit_to_version,
     known_image,
     since,
@@ -74,7 +76,8 @@ def megatron_launch(task: EngineTask) -> EngineLaunch:
     return EngineLaunch(
         program=program,
         arguments=settings.words(),
-        files=index_files(settings, task, program) | _retention_files(task),
+        files=index_files(settings, task, program) | _retention_files(task) | _runner_files(known.version),
+        runner=next(iter(_runner_files(known.version)), None),
         companion=_retention_command(task),
         environment=_environment(task),
         inputs=tuple(_inputs(task, settings)),
@@ -88,6 +91,14 @@ def megatron_launch(task: EngineTask) -> EngineLaunch:
 
 
 KEEP_SCRIPT = f"{PROGRAMS}/keep_checkpoints.py"
+RUN_SCRIPT = f"{PROGRAMS}/run_program.py"
+
+
+def _runner_files(version: str) -> dict[str, str]:
+    """Return the job's file that runs a version's program, where a newer PyTorch needs one."""
+    if version in FITS_NEWER_PYTORCH:
+        return {}
+    return {RUN_SCRIPT: Path(run_program.__file__).read_text(encoding="utf-8")}
 
 
 def _last_checkpoint(task: EngineTask) -> tuple[str, str] | None:

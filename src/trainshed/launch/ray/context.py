@@ -101,7 +101,9 @@ def node_prologue(context: RayJobContext, stage: Stage) -> tuple[str, ...]:
     setup = fabric_setup(cluster, nodes=stage.nodes)
     if setup.profile_script is None and not setup.library_path and not site_setup:
         return ()
-    return site_setup + replace(setup, environment={**setup.environment, **cluster.environment}).shell_prologue()
+    # Ray has joined a PYTHONPATH of the cluster file with the folder of our code: written again it would hide that.
+    again = {name: value for name, value in cluster.environment.items() if name != "PYTHONPATH"}
+    return site_setup + replace(setup, environment={**setup.environment, **again}).shell_prologue()
 
 
 def unset_device_variables(context: RayJobContext, stage: Stage) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
-"""Clocks that jump: a folder on PYTHONPATH. Node n2 is a day ahead, and every clock falls back an hour some seconds
-after its process began.
+"""Clocks that jump: a folder on PYTHONPATH. Node n2 of Slurm's, or the second of another cluster, is a day ahead, and
+every clock falls back an hour some seconds after its process began.
 
 The clock of the machine is left alone: only `time.time` of our own processes lies. The monotonic clock is true, as on a
 node whose time is set.
@@ -9,7 +9,8 @@ import os
 import time
 
 _true_time, _began = time.time, time.monotonic()
-_AHEAD = 86400.0 if os.environ.get("SLURMD_NODENAME") == "n2" else 0.0
+_NODE = os.environ.get("SLURMD_NODENAME") or os.environ.get("TRAINSHED_NODE_RANK")
+_AHEAD = 86400.0 if _NODE in ("n2", "1") else 0.0
 
 
 def _jumping_time() -> float:

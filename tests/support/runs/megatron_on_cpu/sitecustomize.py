@@ -57,6 +57,12 @@ def _quantize_nothing(module):
     module._quantize_param_shard_impl = lambda *_, **__: None
 
 
+def _load_no_fp8(module):
+    # 0.12 asks which Transformer Engine is there before it looks for parameters in fp8.
+    if hasattr(module, "fix_fp8_params_lose_precision_when_loading_dist_ckpt"):
+        module.fix_fp8_params_lose_precision_when_loading_dist_ckpt = lambda *_: None
+
+
 @functools.cache
 def _adam():
     torch = importlib.import_module("torch")
@@ -102,6 +108,7 @@ _CHANGES = {
     "megatron.core.optimizer.distrib_optimizer": _take_adam_of_apex,
     "megatron.core.transformer.torch_norm": _add_sequence_parallel,
     "megatron.core.fp8_utils": _quantize_nothing,
+    "megatron.training.checkpointing": _load_no_fp8,
 }
 
 
