@@ -3,8 +3,9 @@
 The patches of torch.cuda are `cpu_shim` and `megatron_late` of ../shared/peers/megatron_on_cpu, which lies on the path
 too. Here is what these lack: a module called triton, which some versions import and never call on a CPU; norms for
 sequence parallel, whose parameters Transformer Engine and Apex mark so that their gradients are summed over tp ranks;
-a distributed optimizer that works without Transformer Engine; and an Adam that keeps its state as Apex's does, since
-some versions cannot load their distributed optimizer's checkpoints into PyTorch's.
+a distributed optimizer that works without Transformer Engine; an Adam that keeps its state as Apex's does, since some
+versions cannot load their distributed optimizer's checkpoints into PyTorch's; and what a resumed run needs to equal one
+that never stopped: random states that are restored at once, and checkpoints that are copied before they are written.
 """
 
 import collections
@@ -70,7 +71,9 @@ def _adam():
     class Adam(torch.optim.Optimizer):
         """AdamW that counts its steps in the parameter group."""
 
-        def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **_):
+        def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True):
+            if not adam_w_mode:
+                raise NotImplementedError("this stand-in decays weights as AdamW does")
             super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
         @torch.no_grad()
@@ -96,16 +99,48 @@ def _adam():
 
 
 def _take_adam(module):
-    module.Adam = _adam()
+    # Versions from 0.16 on take PyTorch's whatever `Adam` is, unless they are told that it is not PyTorch's.
+    module.Adam, module.USING_PYTORCH_OPTIMIZER = _adam(), False
+    # Versions up to 0.14 load the groups of the first pipeline stage on all of them, by number. Those of Transformer
+    # Engine's layers come in one order on every stage; those of a CPU's do not, and would get each other's decay.
+    group = module._get_param_groups
+    module._get_param_groups = lambda *arguments, **keywords: sorted(
+        group(*arguments, **keywords), key=lambda made: -made["wd_mult"]
+    )
 
 
 def _take_adam_of_apex(module):
-    module.Adam, module.HAVE_APEX_OR_TE = _adam(), True
+    module.Adam, module.HAVE_APEX_OR_TE, module.USING_APEX_OPTIMIZER = _adam(), True, True
+
+
+def _restore_states(module):
+    # Megatron-LM leaves this to torch.cuda, which keeps the call for the moment when a GPU is first used. The seeds of
+    # tensor parallel ranks would stay in force, and weights that all of them hold would begin different on each.
+    torch = importlib.import_module("torch")
+    module._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _copy_before_writing(module):
+    # What brings tensors from a GPU is a copy. A tensor that is on the CPU already would be shared with the process
+    # that writes it, while the next steps change it.
+    writer = module.FileSystemWriterAsync
+    bring = writer.preload_tensors
+
+    @functools.wraps(bring)  # the process that writes finds it by this name
+    def preload_tensors(*arguments, **keywords):
+        return [
+            (file, key, (texts, [(item, tensor.clone()) for item, tensor in tensors]))
+            for file, key, (texts, tensors) in bring(*arguments, **keywords)
+        ]
+
+    writer.preload_tensors = staticmethod(preload_tensors)
 
 
 _CHANGES = {
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": _copy_before_writing,
     "megatron.core.optimizer": _take_adam,
     "megatron.core.optimizer.distrib_optimizer": _take_adam_of_apex,
+    "megatron.core.tensor_parallel.random": _restore_states,
     "megatron.core.transformer.torch_norm": _add_sequence_parallel,
     "megatron.core.fp8_utils": _quantize_nothing,
     "megatron.training.checkpointing": _load_no_fp8,
