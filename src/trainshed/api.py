@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from trainshed.observe.metrics import RunMetrics
     from trainshed.plan.planner import Plan
     from trainshed.serve.loading import LoadedModel
-    from trainshed.workflow.evaluate import EvaluationReport
+    from trainshed.workflow.evaluation.evaluate import EvaluationReport
     from trainshed.workflow.run import TrainedRun, WatchTraining
     from trainshed.workflow.run_checkpoints import StoredCheckpoint
     from trainshed.workflow.submission import RenderedJob
-    from trainshed.workflow.sweep import SweepOutcome
+    from trainshed.workflow.sweeps.sweep import SweepOutcome
     from trainshed.workflow.verify import Verification
 
 RecipeLike = Recipe | str | os.PathLike[str]
@@ -155,7 +155,7 @@ class Run:
 
     def measure(self, *, start: int | None = None, end: int | None = None) -> RunMetrics:
         """Return step time, throughput, MFU and goodput over some steps, as `trainshed metrics` prints them."""
-        from trainshed.workflow.measure import MetricsFlags, measure_run
+        from trainshed.workflow.run_metrics import MetricsFlags, measure_run
 
         return measure_run(self.known, MetricsFlags(), start=start, end=end).metrics
 
@@ -456,8 +456,8 @@ def evaluate(
     expected words. Scores that are stored already are not computed again.
     """
     from trainshed.recipe.evaluation import load_questions
-    from trainshed.workflow.evaluate import EvaluationRequest
-    from trainshed.workflow.evaluate import evaluate as evaluate_weights
+    from trainshed.workflow.evaluation.evaluate import EvaluationRequest
+    from trainshed.workflow.evaluation.evaluate import evaluate as evaluate_weights
 
     request = EvaluationRequest(
         perplexity=tuple(perplexity),
@@ -485,7 +485,7 @@ def sweep(
 
     `random` draws as many of them. The arguments are the options of `trainshed sweep`; nobody is asked first.
     """
-    from trainshed.workflow.sweep_runners import sweep as run_all
+    from trainshed.workflow.sweeps.runners import sweep as run_all
 
     return run_all(
         os.fspath(recipe), overrides, on=on, draws=random, seed=seed, parallel=parallel, reporter=_reporter(reporter)

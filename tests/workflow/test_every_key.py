@@ -27,7 +27,7 @@ from trainshed.recipe import Cluster, Recipe, load_cluster, load_recipe, parse_r
 from trainshed.recipe.section import Section
 from trainshed.recipe.validation import known_keys
 from trainshed.workflow import prepare_run, run_layout, train_job
-from trainshed.workflow.evaluate_run import evaluate_run
+from trainshed.workflow.evaluation.stage import evaluate_run
 from trainshed.workflow.stages import export_run
 from trainshed.workflow.submit import build_job
 

@@ -12,7 +12,7 @@ from trainshed.cli.serve import DEFAULT_MODEL_OPTIONS, ModelOptions, read_api_ke
 from trainshed.errors import InputError
 
 if TYPE_CHECKING:
-    from trainshed.workflow.evaluate import EvaluationReport, EvaluationRequest
+    from trainshed.workflow.evaluation.evaluate import EvaluationReport, EvaluationRequest
 
 Names = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")]
 
@@ -87,8 +87,8 @@ def evaluate(
     """
     from trainshed.cli.console import print_report, reporter
     from trainshed.recipe.evaluation import load_questions
-    from trainshed.workflow.evaluate import EvaluationRequest, ModelLoading
-    from trainshed.workflow.evaluate import evaluate as measure
+    from trainshed.workflow.evaluation.evaluate import EvaluationRequest, ModelLoading
+    from trainshed.workflow.evaluation.evaluate import evaluate as measure
     from trainshed.workflow.known_runs import checkpoint_address, find_run
 
     if at_least is not None and not 0 < at_least <= 1:
@@ -148,7 +148,7 @@ def _recipe_request(address: str, written: EvaluationRequest) -> EvaluationReque
     from trainshed.plugins import plugins_not_run
     from trainshed.recipe import load_recipe
     from trainshed.run_folder import RECIPE_FILE
-    from trainshed.workflow.evaluate import EvaluationRequest
+    from trainshed.workflow.evaluation.evaluate import EvaluationRequest
 
     run = run_folder_of(address)
     if run is None:

@@ -65,7 +65,7 @@ def metrics(
     from trainshed.cli.console import print_report
     from trainshed.cli.metrics_text import comparison_text, run_text
     from trainshed.errors import InputError
-    from trainshed.workflow.measure import MetricsFlags, measure, recipe_differences
+    from trainshed.workflow.run_metrics import MetricsFlags, measure, recipe_differences
 
     if not runs:
         raise InputError("which run, or which log?", hint="trainshed metrics RUN_OR_LOG; `trainshed ls` lists the runs")

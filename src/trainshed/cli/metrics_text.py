@@ -11,7 +11,7 @@ from trainshed.observe.event_text import format_duration, rate_unit
 if TYPE_CHECKING:
     from trainshed.observe.goodput import RunGoodput
     from trainshed.observe.metrics import MeasuredStepTimes, RunMetrics
-    from trainshed.workflow.measure import MeasuredTraining
+    from trainshed.workflow.run_metrics import MeasuredTraining
 
 _BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 _BINS = 24

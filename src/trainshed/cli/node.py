@@ -54,7 +54,7 @@ def worker(
 
     if stage == "eval" and run is not None:
         from trainshed.cli.console import PlainReporter
-        from trainshed.workflow.evaluate_run import evaluate_held
+        from trainshed.workflow.evaluation.stage import evaluate_held
 
         return evaluate_held(run, PlainReporter())
     if stage != "train":

@@ -12,9 +12,9 @@ from trainshed.cli.console import Output
 from trainshed.run_folder import store_of
 
 if TYPE_CHECKING:
-    from trainshed.workflow.kept_sweeps import KeptSweep
     from trainshed.workflow.known_runs import KnownRun
     from trainshed.workflow.remove import Removal
+    from trainshed.workflow.sweeps.stored import StoredSweep
 
 
 def rm(
@@ -46,9 +46,9 @@ def rm(
     from trainshed.launch.submissions import forget_submission
     from trainshed.recipe import load_cluster
     from trainshed.workflow import store_options
-    from trainshed.workflow.kept_sweeps import find_sweep
     from trainshed.workflow.known_runs import find_run
     from trainshed.workflow.remove import plan_removal
+    from trainshed.workflow.sweeps.stored import find_sweep
 
     if "://" not in run and (kept := find_sweep(run, load_cluster(on))) is not None:
         return _remove_sweep(kept, yes, output)
@@ -83,7 +83,7 @@ def rm(
     return 0
 
 
-def _remove_sweep(kept: KeptSweep, yes: bool, output: Output) -> int:
+def _remove_sweep(kept: StoredSweep, yes: bool, output: Output) -> int:
     from trainshed.cli.console import print_report
 
     stays = f"  its {len(kept.runs)} runs stay: {', '.join(kept.runs[:_SHOWN_RUNS])}" + (

@@ -79,7 +79,7 @@ def ls(*, on: str = "local", output: Annotated[Output, Parameter(name=["-o", "--
     from trainshed.cli.console import print_report, reporter
     from trainshed.errors import TrainshedError
     from trainshed.recipe import load_cluster
-    from trainshed.workflow.kept_sweeps import kept_sweeps
+    from trainshed.workflow.sweeps.stored import stored_sweeps
 
     cluster = load_cluster(on)
     known = api.runs(cluster, reporter=reporter())
@@ -90,7 +90,7 @@ def ls(*, on: str = "local", output: Annotated[Output, Parameter(name=["-o", "--
     ]
     sweeps = []
     with suppress(TrainshedError):  # a store that cannot be listed was named above
-        sweeps = [sweep.to_plain() for sweep in kept_sweeps(cluster)]
+        sweeps = [sweep.to_plain() for sweep in stored_sweeps(cluster)]
     lines += [f"{row['sweep']:<32} {'sweep':<20} {row['state']:<10} {row['why']}".rstrip() for row in sweeps]
     print_report({"schema": "trainshed.ls/1", "runs": runs, "sweeps": sweeps}, output, "\n".join(lines))
     return 0

@@ -87,9 +87,9 @@ def _points(text: str, on: str) -> list[LossPoint]:
     """The points of what a person names: a table, a sweep or a run."""
     from trainshed.errors import InputError
     from trainshed.recipe import load_cluster
-    from trainshed.workflow.kept_sweeps import find_sweep
     from trainshed.workflow.known_runs import find_run
-    from trainshed.workflow.scaling_runs import run_point, table_points
+    from trainshed.workflow.sweeps.scaling_points import run_point, table_points
+    from trainshed.workflow.sweeps.stored import find_sweep
 
     if Path(text).suffix == ".csv":
         return table_points(Path(text).expanduser())

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from trainshed.cli.console import Flag, Output
 
 if TYPE_CHECKING:
-    from trainshed.workflow.sweep import PlannedSweep
+    from trainshed.workflow.sweeps.sweep import PlannedSweep
 
 
 def sweep(
@@ -51,9 +51,9 @@ def sweep(
         Report as text or json.
     """
     from trainshed.cli.console import print_report, reporter
-    from trainshed.workflow.sweep import plan_sweep, run_sweep
-    from trainshed.workflow.sweep_results import sweep_rows
-    from trainshed.workflow.sweep_runners import runs_at_once, sweep_runner
+    from trainshed.workflow.sweeps.results import sweep_rows
+    from trainshed.workflow.sweeps.runners import runs_at_once, sweep_runner
+    from trainshed.workflow.sweeps.sweep import plan_sweep, run_sweep
 
     planned = plan_sweep(recipe, overrides, on=on, draws=random, seed=seed, reporter=reporter())
     at_once = runs_at_once(planned, parallel)

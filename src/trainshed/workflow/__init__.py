@@ -1,8 +1,8 @@
 """The stages of a recipe in order, each skipped where its artefact is already proven; `run` carries it through all."""
 
-from trainshed.workflow.evaluate import EvaluationReport, evaluate
-from trainshed.workflow.evaluate_run import evaluate_run
-from trainshed.workflow.evaluator import EvaluationRequest, ModelLoading
+from trainshed.workflow.evaluation.evaluate import EvaluationReport, evaluate
+from trainshed.workflow.evaluation.measures import EvaluationRequest, ModelLoading
+from trainshed.workflow.evaluation.stage import evaluate_run
 from trainshed.workflow.layout import automatic_layout, planned_layout, run_layout
 from trainshed.workflow.prepare import (
     PreparedRun,

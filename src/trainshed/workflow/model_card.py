@@ -18,7 +18,7 @@ from trainshed.recipe.yaml_io import dotted_key
 from trainshed.redaction import redacted, shown_address
 from trainshed.run_folder import PLANS
 from trainshed.storage import LocalStore
-from trainshed.workflow.sweep_results import read_figures
+from trainshed.workflow.sweeps.results import read_figures
 
 
 def model_card(recipe: Recipe, run: Path, export: Path) -> str:

@@ -38,8 +38,8 @@ from trainshed.recipe.phase_spans import with_rope_base, written_steps
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_path, store_of
 from trainshed.storage import LocalStore, StoreOptions
-from trainshed.workflow.evaluate import EvaluationReport, check_eval_installed
-from trainshed.workflow.evaluate_run import EvaluationBesideTraining, evaluate_run
+from trainshed.workflow.evaluation.evaluate import EvaluationReport, check_eval_installed
+from trainshed.workflow.evaluation.stage import EvaluationBesideTraining, evaluate_run
 from trainshed.workflow.layout import phase_layouts, planned_layout, weights_architecture
 from trainshed.workflow.prepare import (
     PreparedRun,

@@ -44,7 +44,7 @@ from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CHECKPOINTS, CLUSTER_FILE, ENGINE, ENGINE_RUN_FILE, RECIPE_FILE
 from trainshed.signals import StopSignals, exit_code_of
 from trainshed.storage import LocalStore, StoreOptions, copy_tree, join, open_folder, parse
-from trainshed.workflow.evaluate import check_eval_installed
+from trainshed.workflow.evaluation.evaluate import check_eval_installed
 from trainshed.workflow.layout import weights_architecture
 from trainshed.workflow.prepare import (
     PreparedRun,
@@ -121,7 +121,7 @@ def _do_stage(
         exported = export_run(recipe, run, reporter, tokenizer=artefacts.tokenizer(), options=options)
         outcome.what = f"{exported}, proven"
     elif stage == "eval":
-        from trainshed.workflow.evaluate_run import evaluate_run
+        from trainshed.workflow.evaluation.stage import evaluate_run
 
         outcome.what = evaluate_run(recipe, run, options=store_options(cluster), reporter=reporter).text()
 

@@ -23,9 +23,9 @@ from trainshed.observe.evaluations import list_evaluations
 from trainshed.observe.event_log import read_events
 from trainshed.recipe import load_cluster, load_recipe
 from trainshed.storage import LocalStore
-from trainshed.workflow.evaluate import evaluate
-from trainshed.workflow.evaluate_run import EvaluationBesideTraining, due_checkpoints, evaluate_run
-from trainshed.workflow.evaluator import EvaluationRequest, ModelLoading
+from trainshed.workflow.evaluation.evaluate import evaluate
+from trainshed.workflow.evaluation.measures import EvaluationRequest, ModelLoading
+from trainshed.workflow.evaluation.stage import EvaluationBesideTraining, due_checkpoints, evaluate_run
 
 PATIENCE_SECONDS = 240
 QUESTIONS = """\

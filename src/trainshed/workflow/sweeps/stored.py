@@ -20,7 +20,7 @@ from trainshed.workflow.prepare import store_options
 
 
 @dataclass(frozen=True)
-class KeptSweep:
+class StoredSweep:
     """A sweep by its folder, with what `sweep.json` holds."""
 
     address: str
@@ -84,7 +84,7 @@ def _final_loss(run: dict[str, Any]) -> float | None:
     return loss if loss is not None and isfinite(loss) else None
 
 
-def kept_sweeps(cluster: Cluster) -> list[KeptSweep]:
+def stored_sweeps(cluster: Cluster) -> list[StoredSweep]:
     """Return the sweeps in a cluster's store, and those kept on this machine for stores it does not see."""
     root = parse(cluster.store_root)
     folder = Path(str(root)).expanduser() if root.scheme == "file" else None
@@ -100,20 +100,20 @@ def kept_sweeps(cluster: Cluster) -> list[KeptSweep]:
     return [sweep for place in places if (sweep := _read(place, cluster)) is not None]
 
 
-def _read(address: str, cluster: Cluster) -> KeptSweep | None:
+def _read(address: str, cluster: Cluster) -> StoredSweep | None:
     store = open_folder(address, store_options(cluster))
     try:
-        return KeptSweep(address, store, orjson.loads(store.read(SWEEP_FILE)))
+        return StoredSweep(address, store, orjson.loads(store.read(SWEEP_FILE)))
     except (NotFound, orjson.JSONDecodeError):
         return None
 
 
-def find_sweep(text: str, cluster: Cluster) -> KeptSweep | None:
+def find_sweep(text: str, cluster: Cluster) -> StoredSweep | None:
     """Return the sweep that `text` means: its folder, NAME/ID, or its id; None where it means none."""
     wanted = text.strip().rstrip("/")
     if "://" in wanted or (Path(wanted).expanduser() / SWEEP_FILE).is_file():
         return _read(wanted if "://" in wanted else str(Path(wanted).expanduser()), cluster)
-    matches = [sweep for sweep in kept_sweeps(cluster) if wanted in (sweep.sweep, sweep.body["id"])]
+    matches = [sweep for sweep in stored_sweeps(cluster) if wanted in (sweep.sweep, sweep.body["id"])]
     if len(matches) > 1:
         places = ", ".join(join(sweep.address, SWEEP_FILE) for sweep in matches)
         raise InputError(f"there are {len(matches)} such sweeps: {places}", where=text, hint="write its folder")

@@ -16,8 +16,8 @@ import pytest
 from support.recipes.text_recipes import SCRIPT, write_script, write_small_recipe
 from trainshed.cli import run_cli
 from trainshed.errors import InputError
-from trainshed.workflow.sweep import plan_sweep
-from trainshed.workflow.sweep_runners import sweep_runner
+from trainshed.workflow.sweeps.runners import sweep_runner
+from trainshed.workflow.sweeps.sweep import plan_sweep
 
 
 @pytest.fixture

@@ -36,8 +36,8 @@ from trainshed.run_folder import (
 )
 from trainshed.storage import LocalStore, StoreOptions, join
 from trainshed.storage.manifest import MANIFEST
-from trainshed.workflow.evaluate import EvaluationReport, evaluate, require_passed
-from trainshed.workflow.evaluator import EvaluationRequest, ModelLoading
+from trainshed.workflow.evaluation.evaluate import EvaluationReport, evaluate, require_passed
+from trainshed.workflow.evaluation.measures import EvaluationRequest, ModelLoading
 from trainshed.workflow.prepare import checkpoint_home, prepared_steps
 from trainshed.workflow.serve import export_address
 from trainshed.workflow.stages import trained_weights

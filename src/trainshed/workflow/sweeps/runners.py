@@ -28,7 +28,8 @@ from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import PREPARED_FILE, sweep_log
 from trainshed.storage import Store
 from trainshed.this_machine import usable_cpus
-from trainshed.workflow.sweep import (
+from trainshed.workflow.sweeps.results import is_finished
+from trainshed.workflow.sweeps.sweep import (
     PlannedSweep,
     PointState,
     SweepOutcome,
@@ -36,7 +37,6 @@ from trainshed.workflow.sweep import (
     plan_sweep,
     run_sweep,
 )
-from trainshed.workflow.sweep_results import is_finished
 
 RUNS_AT_ONCE = 4
 """Jobs of a sweep on a cluster, where nobody says how many."""

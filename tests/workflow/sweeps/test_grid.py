@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainshed.errors import InputError
-from trainshed.workflow.sweep_grid import SweptKey, split_swept, sweep_values, values_text
+from trainshed.workflow.sweeps.grid import SweptKey, split_swept, sweep_values, values_text
 
 
 def test_commas_sweep_a_key_except_inside_brackets_and_quotes() -> None:

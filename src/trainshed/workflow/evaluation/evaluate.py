@@ -26,7 +26,7 @@ from trainshed.redaction import shown_address
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import EVALUATIONS, evaluations_folder
 from trainshed.storage import StoreOptions, open_folder, open_store, parse
-from trainshed.workflow.evaluator import EvaluationRequest, Evaluator, MeasuredWeights, ModelLoading
+from trainshed.workflow.evaluation.measures import EvaluationRequest, Evaluator, MeasuredWeights, ModelLoading
 
 
 @dataclass(frozen=True)

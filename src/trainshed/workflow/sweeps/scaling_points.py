@@ -8,7 +8,7 @@ from pathlib import Path
 from trainshed.errors import InputError
 from trainshed.plan.scaling_law import LossPoint
 from trainshed.storage import Store
-from trainshed.workflow.sweep_results import RunFigures, read_figures
+from trainshed.workflow.sweeps.results import RunFigures, read_figures
 
 TABLE_COLUMNS = ("parameters", "tokens", "loss")
 

@@ -41,8 +41,8 @@ from trainshed.workflow.prepare import store_options, store_root
 from trainshed.workflow.resolve import resolve
 from trainshed.workflow.run import RunStart, check_resumable, check_trainable
 from trainshed.workflow.submit import build_job
-from trainshed.workflow.sweep_grid import Values, split_swept, sweep_values, values_text
-from trainshed.workflow.sweep_results import RunFigures, is_finished, read_figures, sweep_page
+from trainshed.workflow.sweeps.grid import Values, split_swept, sweep_values, values_text
+from trainshed.workflow.sweeps.results import RunFigures, is_finished, read_figures, sweep_page
 
 SWEEP_SCHEMA = "trainshed.sweep/1"
 PointState = Literal["waiting", "running", "done", "failed", "stopped"]
