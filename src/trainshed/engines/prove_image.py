@@ -199,10 +199,10 @@ def version_of(module: str) -> str:
 
 
 def check_command(name: str, purpose: str) -> ImageCheck:
-    """Look for a program that others than the job itself will call: how, is theirs to change."""
-    found = shutil.which(name)
-    if found is not None:
-        return ImageCheck("command", "pass", found)
+    """Look for a program that others than the job itself call (KubeRay starts `ray`): they may have it elsewhere."""
+    path = shutil.which(name)
+    if path is not None:
+        return ImageCheck("command", "pass", path)
     hint = "build the image with `trainshed image build --ray`, or take one that has it"
     return ImageCheck("command", "warn", f"there is no {name} in this image: {purpose}", hint)
 
