@@ -33,6 +33,21 @@ def test_a_report_is_written_in_plain_letters_where_the_terminal_has_no_others()
     assert "?" not in shown
 
 
+def test_in_the_c_locale_signs_become_plain_letters_and_other_text_stays(tmp_path: Path) -> None:
+    plain = {"LC_ALL": "C", "COLUMNS": "60"}
+    assert printed_in(plain, *PLAN).isascii()
+    assert printed_in(plain, "run", "--help").isascii()
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("# Etüde\ntrainshed: 1\nname: etude\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "trainshed", "run", str(recipe), "train.stepsé=1"],
+        env=os.environ | plain,
+        capture_output=True,
+        check=False,
+    )
+    assert "stepsé".encode() in done.stderr, "a person's own words are not lost"
+
+
 def test_no_colours_where_nobody_wants_them() -> None:
     assert b"\x1b" not in printed_in({"NO_COLOR": "1", "COLUMNS": "60"}, *PLAN)
 
