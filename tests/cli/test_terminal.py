@@ -15,6 +15,7 @@ import pytest
 from support.models.made_tokenizers import gpt2, save
 from trainshed import __main__ as program
 from trainshed.cli import run_cli
+from trainshed.signals import delayed_interrupt
 
 PLAN = ["plan", "--model", "llama3-8b", "--gpu", "h100", "--gpus", "8", "--seq", "8192", "--global-batch", "64"]
 
@@ -111,3 +112,11 @@ def test_ctrl_c_at_a_terminal_leaves_no_traceback_of_worker_processes(tmp_path: 
     assert "Traceback" not in said
     assert process.returncode == 130, said
     assert said.endswith("stopped by Ctrl-C; the same command goes on where it was\n")
+
+
+def test_ctrl_c_waits_while_torch_is_imported() -> None:
+    finished = False
+    with pytest.raises(KeyboardInterrupt), delayed_interrupt():
+        signal.raise_signal(signal.SIGINT)
+        finished = True
+    assert finished
