@@ -115,8 +115,13 @@ def test_ctrl_c_at_a_terminal_leaves_no_traceback_of_worker_processes(tmp_path: 
 
 
 def test_ctrl_c_waits_while_torch_is_imported() -> None:
-    finished = False
-    with pytest.raises(KeyboardInterrupt), delayed_interrupt():
-        signal.raise_signal(signal.SIGINT)
-        finished = True
-    assert finished
+    done: list[str] = []
+
+    def interrupted_import() -> None:
+        with delayed_interrupt():
+            signal.raise_signal(signal.SIGINT)
+            done.append("imported")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_import()
+    assert done == ["imported"]
