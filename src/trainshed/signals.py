@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
@@ -62,3 +63,21 @@ class StopSignals:
         self.received.add(number)
         if self._on_signal is not None:
             self._on_signal(number)
+
+
+@contextmanager
+def delayed_interrupt() -> Iterator[None]:
+    """Let Ctrl-C wait until this is left, and raise it then."""
+    with StopSignals((signal.SIGINT,)) as stop:
+        yield
+    if stop.first is not None:
+        raise KeyboardInterrupt
+
+
+def import_torch() -> None:
+    """Import torch where a person may press Ctrl-C: an interrupt inside its C++ part would abort the process.
+
+    Where torch is missing nothing happens: who uses it says what to install.
+    """
+    with delayed_interrupt(), suppress(ImportError):
+        import torch  # noqa: F401

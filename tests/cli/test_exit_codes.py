@@ -14,6 +14,7 @@ from cyclopts import App
 
 from trainshed import __version__
 from trainshed.cli import build_app, run_cli
+from trainshed.cli.console import print_error
 from trainshed.errors import TrainshedError
 
 
@@ -64,7 +65,7 @@ def test_debug_adds_the_traceback_and_keeps_the_exit_code(tmp_path: Path, place:
         (["data", "prepair"], 'Did you mean "prepare"?'),
         (["data", "verify", "x", "-o", "yaml"], 'Choose from: "text", "json"'),
         (["data", "verify", "x", "--tokeniser", "y"], "Did you mean --tokenizer?"),
-        (["data", "verify"], "--prefix"),
+        (["data", "verify"], "PREFIX is missing"),
         (["schema", "--cluster=perhaps"], "perhaps"),
         (["data", "prepare"], "--input"),
         (["data", "prepare", "--input", "x", "--tokenizer", "t", "--output", "o", "--task", "3/3"], "--task 0/3"),
@@ -230,3 +231,16 @@ def test_an_error_is_printed_as_where_what_and_what_to_write(
     monkeypatch.setattr("trainshed.recipe.shipped_recipes", failing)
     assert run_cli(["recipes"]) == 1
     assert capsys.readouterr().err == "error: file.yaml:3: [bold]it[/bold] failed\n       write [x] instead\n"
+
+
+def test_every_line_of_a_hint_is_indented(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(TrainshedError("it failed", hint="write this\nor that"))
+    assert capsys.readouterr().err == "error: it failed\n       write this\n       or that\n"
+
+
+@pytest.mark.parametrize(("command", "name"), [("run", "RECIPE"), ("model compare", "A"), ("metrics", "RUN_OR_LOG")])
+def test_a_missing_argument_has_the_name_that_the_help_gives_it(
+    command: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli(command.split()) == 2
+    assert capsys.readouterr().err.startswith(f"error: {name} is missing\n")

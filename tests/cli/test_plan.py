@@ -93,8 +93,9 @@ def test_a_recipe_says_what_is_trained_and_its_cluster_where(
 def test_what_could_not_be_run_there_is_planned_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     notes = report(f"{tmp_path}/recipe.yaml data.stage=nvme --on slurm-h100", capsys)["notes"]
-    (note,) = (note for note in notes if "would not run" in note)
-    assert "slurm-h100 would not run this recipe" in note
+    (note,) = (note for note in notes if "would refuse" in note)
+    assert "the cluster `slurm-h100` would refuse this recipe" in note
+    assert "\n" not in note
     assert "data.stage" in note
 
 

@@ -15,6 +15,7 @@ import pytest
 from support.models.made_tokenizers import gpt2, save
 from trainshed import __main__ as program
 from trainshed.cli import run_cli
+from trainshed.signals import delayed_interrupt
 
 PLAN = ["plan", "--model", "llama3-8b", "--gpu", "h100", "--gpus", "8", "--seq", "8192", "--global-batch", "64"]
 
@@ -31,6 +32,21 @@ def test_a_report_is_written_in_plain_letters_where_the_terminal_has_no_others()
     shown = printed_in({"PYTHONIOENCODING": "ascii", "COLUMNS": "100"}, *PLAN).decode("ascii")
     assert shown.startswith("llama3-8b on 8 x h100-sxm\n")
     assert "?" not in shown
+
+
+def test_in_the_c_locale_signs_become_plain_letters_and_other_text_stays(tmp_path: Path) -> None:
+    plain = {"LC_ALL": "C", "COLUMNS": "60"}
+    assert printed_in(plain, *PLAN).isascii()
+    assert printed_in(plain, "run", "--help").isascii()
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("# Etüde\ntrainshed: 1\nname: etude\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "trainshed", "run", str(recipe), "train.stepsé=1"],
+        env=os.environ | plain,
+        capture_output=True,
+        check=False,
+    )
+    assert "stepsé".encode() in done.stderr, "a person's own words are not lost"
 
 
 def test_no_colours_where_nobody_wants_them() -> None:
@@ -96,3 +112,16 @@ def test_ctrl_c_at_a_terminal_leaves_no_traceback_of_worker_processes(tmp_path: 
     assert "Traceback" not in said
     assert process.returncode == 130, said
     assert said.endswith("stopped by Ctrl-C; the same command goes on where it was\n")
+
+
+def test_ctrl_c_waits_while_torch_is_imported() -> None:
+    done: list[str] = []
+
+    def interrupted_import() -> None:
+        with delayed_interrupt():
+            signal.raise_signal(signal.SIGINT)
+            done.append("imported")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_import()
+    assert done == ["imported"]

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
 
 from trainshed import __version__
 from trainshed.cli.examples import examples_text
@@ -137,7 +137,8 @@ def run_cli(arguments: Sequence[str]) -> int:
         from trainshed.errors import InputError
 
         command = " ".join(["trainshed", *(error.command_chain or ())])
-        return _fail(InputError(str(error), hint=f"{command} --help shows what it takes"), tokens, debug)
+        what = _missing_argument(error) or str(error)
+        return _fail(InputError(what, hint=f"{command} --help shows what it takes"), tokens, debug)
     except KeyboardInterrupt:
         resumed = tuple(tokens[:1]) in _RESUMED or tuple(tokens[:2]) in _RESUMED
         sys.stderr.write(f"stopped by Ctrl-C{'; the same command goes on where it was' if resumed else ''}\n")
@@ -149,13 +150,34 @@ def run_cli(arguments: Sequence[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-_RESUMED = {("run",), ("train",), ("data", "fetch"), ("data", "prepare"), ("model", "convert"), ("model", "fetch")}
+def _missing_argument(error: CycloptsError) -> str | None:
+    """Say which positional argument is missing by the name that the help gives it; None for any other error."""
+    argument = error.argument if isinstance(error, MissingArgumentError) else None
+    if argument is None or argument.tokens or not argument.field_info.is_positional:
+        return None
+    return f"{argument.name.lstrip('-').replace('-', '_').upper()} is missing"
+
+
+_RESUMED = {
+    ("run",),
+    ("train",),
+    ("data", "fetch"),
+    ("data", "prepare"),
+    ("model", "convert"),
+    ("model", "fetch"),
+    ("sweep",),
+    ("eval",),
+}
 """Commands that find what an interrupted one has left."""
-_PLAIN = str.maketrans({"…": "...", "→": "->", "✓": "ok"} | dict(zip("×·•–│█▓▒░━▶▸−µ", "x.*-|#+=-=>>-u", strict=True)))
+_PLAIN = str.maketrans({"…": "...", "→": "->", "✓": "ok"} | dict(zip("×·•–│█▓▒░━▶▸−µ", "x.*-|#%~-=>>-u", strict=True)))
 
 
 def _allow_any_encoding() -> None:
-    """Write what a terminal or pipe cannot show in plain letters: a report must not fail for a typographic sign."""
+    """Write what a terminal or pipe cannot show in plain letters: a report must not fail for a typographic sign.
+
+    Python writes UTF-8 in the C locale too. There signs become plain letters, and all other text stays as it is: an
+    answer of a model must not be lost because a container has no locale.
+    """
     import codecs
 
     def in_plain_letters(error: UnicodeError) -> tuple[str, int]:
@@ -163,10 +185,24 @@ def _allow_any_encoding() -> None:
         plain = error.object[error.start : error.end].translate(_PLAIN)
         return plain.encode("ascii", "replace").decode("ascii"), error.end
 
+    def signs_in_plain_letters(error: UnicodeError) -> tuple[str | bytes, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        plain = error.object[error.start : error.end].translate(_PLAIN)
+        return (plain if plain.isascii() else plain.encode()), error.end
+
+    codecs.register_error("trainshed", in_plain_letters)
+    codecs.register_error("trainshed-signs", signs_in_plain_letters)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not _is_unicode(stream):
-            codecs.register_error("trainshed", in_plain_letters)
             stream.reconfigure(errors="trainshed")
+        elif isinstance(stream, io.TextIOWrapper) and is_plain_locale():
+            stream.reconfigure(encoding="ascii", errors="trainshed-signs")
+
+
+def is_plain_locale() -> bool:
+    """Whether the environment asks for the C locale, whose terminals may not read UTF-8."""
+    locale = next((value for name in ("LC_ALL", "LC_CTYPE", "LANG") if (value := os.environ.get(name))), "")
+    return locale in ("C", "POSIX")
 
 
 def _is_unicode(stream: io.TextIOWrapper) -> bool:

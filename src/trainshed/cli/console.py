@@ -53,7 +53,7 @@ def print_error(error: TrainshedError) -> None:
     place = (f"{error.where}: ", "bold") if error.where else ""
     console.print(Text.assemble(("error: ", "bold red"), place, error.what))
     if error.hint:
-        console.print(Text(f"       {error.hint}", style="cyan"))
+        console.print(Text(textwrap.indent(error.hint, "       "), style="cyan"))
 
 
 def print_error_report(error: TrainshedError) -> None:

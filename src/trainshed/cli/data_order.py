@@ -43,13 +43,13 @@ def blend(
     run = open_run(load_recipe(recipe, for_recipe), load_cluster(on, for_cluster))
     if not run.phases:
         data = _blend_report(run.order, 0, run.steps)
-        print_report({"schema": "trainshed.data.sampling.blend/1"} | data, output, _blend_table(data))
+        print_report({"schema": "trainshed.data.blend/1"} | data, output, _blend_table(data))
         return 0
     phases: list[dict[str, Any]] = [
         {"name": phase.span.name} | _blend_report(phase.train, phase.span.start, phase.span.end) for phase in run.phases
     ]
     report = {
-        "schema": "trainshed.data.sampling.blend/1",
+        "schema": "trainshed.data.blend/1",
         "steps": run.steps,
         "samples": sum(phase["samples"] for phase in phases),
         "phases": phases,

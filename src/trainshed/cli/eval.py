@@ -87,6 +87,7 @@ def evaluate(
     """
     from trainshed.cli.console import print_report, reporter
     from trainshed.recipe.evaluation import load_questions
+    from trainshed.signals import import_torch
     from trainshed.workflow.evaluation.evaluate import EvaluationRequest, ModelLoading
     from trainshed.workflow.evaluation.evaluate import evaluate as measure
     from trainshed.workflow.known_runs import checkpoint_address, find_run
@@ -116,6 +117,7 @@ def evaluate(
     )
     if not (request.perplexity or request.tasks or request.questions):
         request = _recipe_request(address, request)
+    import_torch()
     report = measure(
         address,
         request,

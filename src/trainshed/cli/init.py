@@ -132,5 +132,5 @@ def _ask(question: str, usual: str, flag: str, *, required: bool = True) -> str:
 
 
 def _report(file: Path, next_steps: list[str], output: Output) -> None:
-    text = "\n".join([f"wrote {file}", "go on:", *(f"  {command}" for command in next_steps)])
+    text = "\n".join([f"wrote {file}", "next:", *(f"  {command}" for command in next_steps)])
     print_report({"schema": "trainshed.init/1", "file": str(file), "next": next_steps}, output, text)

@@ -295,8 +295,10 @@ def _folded(line: Text, console: Console, width: int) -> list[Text]:
     """A line in as many as a narrow terminal needs, cut between words, the others indented below the first."""
     if line.cell_len <= width:
         return [line]
-    first, *others = line.wrap(console, width - _FOLDED_INDENT)
-    return [first, *(Text(" " * _FOLDED_INDENT).append_text(part) for part in others)]
+    # A title stands at the margin, and so does the rest of it.
+    indent = _FOLDED_INDENT if line.plain.startswith(" ") else 0
+    first, *others = line.wrap(console, width - indent)
+    return [first, *(Text(" " * indent).append_text(part) for part in others)]
 
 
 _FOLDED_INDENT = len("  layout  ")

@@ -254,6 +254,7 @@ def generate(
     """
     from trainshed.cli.console import print_report, reporter
     from trainshed.serve.request import SamplingParams
+    from trainshed.signals import import_torch
 
     text = _read_prompt(prompt, file)
     sampling = SamplingParams(
@@ -271,6 +272,7 @@ def generate(
         raise InputError("--base and --adapter both name weights besides CHECKPOINT", hint="leave --base out")
     # An adapter alone is merged into its base, which is then what CHECKPOINT names.
     loading = model if adapter is None else replace(model, base=checkpoint)
+    import_torch()
     loaded, _ = loading.load(adapter or checkpoint, report)
     tokens = loaded.encode(text, chat=chat)
     data = _generate(loaded, tokens, sampling, eager=model.eager, streams=output == "text", report=report)

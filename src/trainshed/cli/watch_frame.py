@@ -5,12 +5,12 @@ Colour never says anything by itself: what is unusual also has a word.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainshed.cli import is_plain_locale
 from trainshed.observe.event_text import format_duration, rate_unit
 
 if TYPE_CHECKING:
@@ -73,9 +73,7 @@ ASCII = Glyphs("_.-~=+*#", "#", "-", "x", ascii=True)
 
 def glyphs_for(encoding: str) -> Glyphs:
     """Return what a terminal can show: Python writes UTF-8 in the C locale too, whose terminals may not read it."""
-    locale = next((value for name in ("LC_ALL", "LC_CTYPE", "LANG") if (value := os.environ.get(name))), "")
-    is_ascii = locale in ("C", "POSIX") or not encoding.lower().startswith("utf")
-    return ASCII if is_ascii else UNICODE
+    return ASCII if is_plain_locale() or not encoding.lower().startswith("utf") else UNICODE
 
 
 @dataclass(frozen=True)

@@ -269,7 +269,8 @@ def _refusal_notes(recipe: Recipe, cluster: Cluster) -> tuple[str, ...]:
     try:
         check_runnable(recipe, cluster)
     except RecipeError as error:
-        return (f"planned, but {cluster.name} would not run this recipe: {error}",)
+        why = "; ".join(str(error).splitlines())
+        return (f"planned, but the cluster `{cluster.name}` would refuse this recipe: {why}",)
     return ()
 
 

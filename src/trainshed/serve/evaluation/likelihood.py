@@ -1,7 +1,8 @@
 """Log-likelihoods of continuations, many at once: a context is computed once for all that follow it.
 
 Requests with the same context are one group (the choices of a question). A pass runs the contexts of many groups, each
-with its first continuation. Further passes run the other continuations over the cached keys of their context.
+with its first continuation. Further passes run the other continuations over the cached keys of their context. A context
+of a few tokens (whole texts have only BOS) is not worth a pass of its own: such requests are groups by themselves.
 
 Shapes: T tokens of a pass, H hidden, V vocabulary.
 """
@@ -20,6 +21,8 @@ from trainshed.serve.runner import ModelRunner, ScheduledTokens
 
 PASS_TOKENS = {"cpu": 1024, "cuda": 8192}
 """How many tokens one pass runs. On a CPU more do not make a token cheaper; a GPU wants large products."""
+_SHORTEST_SHARED_CONTEXT = 16
+"""In tokens. Members of a group run one after another, so what they share must be worth more than running together."""
 # Logits of so many elements are computed at a time.
 _LOGITS_ELEMENTS = 1 << 24
 
@@ -96,7 +99,7 @@ class LikelihoodScorer:
         return [Likelihood(total.logprob, total.is_greedy) for total in totals]
 
     def _groups(self, requests: Sequence[Continuation]) -> list[_Group]:
-        groups: dict[tuple[int, ...], _Group] = {}
+        groups: dict[tuple[tuple[int, ...], int | None], _Group] = {}
         for number, request in enumerate(requests):
             tokens = tuple(request.tokens)
             if not tokens:
@@ -107,7 +110,8 @@ class LikelihoodScorer:
                     hint="write shorter choices, or evaluate a model with more positions",
                 )
             context = tuple(request.context)[-(self.max_length + 1 - len(tokens)) :]
-            groups.setdefault(context, _Group(context)).members.append((number, tokens))
+            alone = number if len(context) < _SHORTEST_SHARED_CONTEXT else None
+            groups.setdefault((context, alone), _Group(context)).members.append((number, tokens))
         return list(groups.values())
 
     def _batches(self, groups: Sequence[_Group]) -> Iterator[list[_Group]]:
