@@ -200,9 +200,9 @@ def version_of(module: str) -> str:
 
 def check_command(name: str, purpose: str) -> ImageCheck:
     """Look for a program that others than the job itself will call: how, is theirs to change."""
-    found = shutil.which(name)
-    if found is not None:
-        return ImageCheck("command", "pass", found)
+    program = shutil.which(name)
+    if program is not None:
+        return ImageCheck("command", "pass", program)
     hint = "build the image with `trainshed image build --ray`, or take one that has it"
     return ImageCheck("command", "warn", f"there is no {name} in this image: {purpose}", hint)
 
