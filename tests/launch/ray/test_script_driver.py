@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import orjson
+import psutil
 import pytest
 
 from support.clusters.kubernetes_jobs import cluster_of
@@ -24,6 +27,7 @@ name=$TRAINSHED_ATTEMPT-$NODE_RANK
 mkdir -p "$RUN/seen"
 printf '%s %s %s %s' "$TRAINSHED_ATTEMPT" "$NODE_RANK" "$NNODES" "$MASTER_PORT" >"$RUN/seen/$name"
 echo "node $NODE_RANK of attempt $TRAINSHED_ATTEMPT"
+setsid sleep 86399 &  # as torchrun starts its ranks
 """
 DIES_ONCE = f"""{SCRIPT}
 if [ "$name" = 1-1 ]; then exit 7; fi
@@ -76,6 +80,37 @@ class RayRun:
         return sorted(file.name for file in (self.run / "seen").glob("*"))
 
 
+def started_by(run: Path) -> list[int]:
+    """What scripts of a run have started in sessions of their own."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        with suppress(psutil.Error):
+            if process.info["cmdline"] == ["sleep", "86399"] and process.environ().get("RUN") == str(run):
+                found.append(process.pid)
+    return found
+
+
+PLAYED_ACTOR = """
+import subprocess, sys, time
+from trainshed.launch.ray.script_driver import ScriptActor
+ScriptActor().run(sys.argv[1], {"RUN": sys.argv[2], "TRAINSHED_ATTEMPT": "1", "NODE_RANK": "0", "NNODES": "1",
+    "MASTER_PORT": "1"})
+"""
+
+
+def test_an_actor_that_is_killed_takes_with_it_what_its_script_has_started(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(SCRIPT + "sleep 86399\n")
+    with subprocess.Popen([sys.executable, "-c", PLAYED_ACTOR, tmp_path / "train.sh", tmp_path]) as actor:
+        while len(started_by(tmp_path)) < 2:
+            assert actor.poll() is None
+            time.sleep(0.05)
+        for child in psutil.Process(actor.pid).children():
+            child.kill()  # as Ray does
+        actor.kill()
+    while started_by(tmp_path):
+        time.sleep(0.05)
+
+
 def _ray(address: str) -> Any:
     from trainshed.recipe.cluster.schema import Ray
 
@@ -91,6 +126,9 @@ def test_a_script_that_dies_once_is_started_again_on_all_nodes(address: str, tmp
     assert [words[:3] for words in texts] == [["2", "0", "2"], ["2", "1", "2"]]
     assert texts[0][3] == texts[1][3], "all nodes have the port of the first"
     assert "train failed with 7; starting again, 2 restarts left" in log
+    while left := started_by(run.run):
+        time.sleep(0.1)
+    assert not left, "what a script has started ends with it, or with its actor"
     assert "node 0 of attempt 2" in log, "what a script prints is in the log of the job"
     # The attempts are those of every other way to train the run.
     record = newest_attempt_record(LocalStore(run.run), "")

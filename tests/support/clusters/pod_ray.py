@@ -143,7 +143,7 @@ class PodsOfRayJob:
         values = {"RAY_ADDRESS": address, "RAY_PORT": str(self._port), "RAY_USAGE_STATS_ENABLED": "0"}
         # Others use this machine's memory, and Ray would kill actors for it.
         values |= {"RAY_TMPDIR": self._temporary, "RAY_memory_monitor_refresh_ms": "0"}
-        values["RAY_enable_metrics_collection"] = "0"
+        values |= {"RAY_enable_metrics_collection": "0", "RAY_worker_niceness": "0"}
         return [{"name": name, "value": value} for name, value in values.items()]
 
     def _start_submitter(self) -> Pod:

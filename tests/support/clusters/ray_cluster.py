@@ -72,6 +72,7 @@ def _environment() -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_enable_metrics_collection": "0",
         "RAY_memory_monitor_refresh_ms": "0",  # others use this machine's memory, and Ray would kill our actors for it
+        "RAY_worker_niceness": "0",  # on a busy machine, workers that are nicer than all others would never end
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "NODE_SECRET": SECRET,
     }

@@ -1,7 +1,8 @@
 """Actors that run one process each on their node, and a group of them from start to end.
 
 The process is a child and not the actor itself: when it crashes, the actor can still report how; when it hangs, the
-actor can end it. When the actor dies (killed, its node low on memory, its driver gone), the kernel kills the child.
+actor can end it. When the actor dies (killed, its node low on memory, its driver gone), the kernel kills the child, and
+a watcher what that has started.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from trainshed.errors import InputError
 from trainshed.launch.attempt import machine_environment
 from trainshed.launch.ranks import RankFailure, RankProcesses, RanksResult, read_log_tail
+from trainshed.launch.ray.script_driver import ending_with_this_process
 from trainshed.recipe import SecretReference
 
 _PROCESS_POLL_SECONDS = 0.1
@@ -80,15 +82,16 @@ class ProcessActor:
         environment |= machine_environment(task.precision, task.environment) if task.precision is not None else {}
         environment |= {"PYTHONUNBUFFERED": "1", **task.environment, **read_secrets(task.secrets)}
         processes = self._processes = RankProcesses(grace_seconds=task.grace_seconds, failure_grace_seconds=0.0)
-        try:
-            processes.start(command, task.number, task.log.parent, environment, log=task.log.name)
-            if self._stop_signal is not None:
-                processes.ask_to_stop(self._stop_signal)
-            while processes.wait(_PROCESS_POLL_SECONDS):
-                pass
-            return processes.result()
-        finally:
-            processes.close()
+        with ending_with_this_process() as mark:
+            try:
+                processes.start(command, task.number, task.log.parent, environment | mark, log=task.log.name)
+                if self._stop_signal is not None:
+                    processes.ask_to_stop(self._stop_signal)
+                while processes.wait(_PROCESS_POLL_SECONDS):
+                    pass
+                return processes.result()
+            finally:
+                processes.close()
 
     def ask_to_stop(self, signum: int) -> None:
         """Pass a signal on to the process, or to the one that is started next."""

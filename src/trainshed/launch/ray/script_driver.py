@@ -14,7 +14,6 @@ job's grace to save.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import logging
 import os
@@ -25,8 +24,9 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator  # noqa: UP035 - Python 3.8
 
 READY_SECONDS = 300.0
 """How long to wait for the nodes."""
@@ -38,7 +38,49 @@ FAILURE_GRACE_SECONDS = float(os.environ.get("TRAINSHED_FAILURE_GRACE_SECONDS", 
 KILL_MARGIN_SECONDS = 15.0
 STOPPED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIGINT)
 WRONG_INPUT = 2
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+_MARK = "TRAINSHED_RAY_SCRIPT"
+# Kills whatever has a mark among its variables when the process that holds the other end of its input has ended. It is
+# nobody's child: Ray kills those of an actor with it.
+_WATCHER = """
+import os, signal, sys, time
+if os.fork():
+    os._exit(0)
+os.setsid()
+sys.stdin.read()
+mark, found = os.fsencode(sys.argv[1]), True
+while found:
+    found = False
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open("/proc/%s/environ" % name, "rb") as file:
+                if mark in file.read().split(bytes(1)):
+                    found = True
+                    os.kill(int(name), signal.SIGKILL)
+        except OSError:
+            pass
+    time.sleep(0.1)
+"""
+
+
+@contextmanager
+def ending_with_this_process() -> Iterator[dict[str, str]]:
+    """Yield variables; whatever is started with them ends when this block or this process does, however it does.
+
+    torchrun gives its ranks sessions of their own, and a node of Ray outlives its actors: ranks that wait for a dead
+    peer in a collective would hold their GPUs while the next start wants them.
+    """
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-I", "-S", "-c", _WATCHER, f"{_MARK}={mark}"]
+    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert watcher.stdin is not None
+    assert watcher.stdout is not None
+    watcher.wait()
+    try:
+        yield {_MARK: mark}
+    finally:
+        watcher.stdin.close()
+        watcher.stdout.read()  # until it has ended
+        watcher.stdout.close()
 
 
 class ScriptActor:
@@ -62,17 +104,15 @@ class ScriptActor:
 
     def run(self, script: str, environment: dict[str, str]) -> int:
         """Run the script to its end; returns its exit code, 128 + signal if it was killed."""
-        libc = ctypes.CDLL(None)
-        self._process = subprocess.Popen(
-            ["bash", script],
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-            # With the actor, however it ends, its script ends.
-            preexec_fn=lambda: libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL),
-            start_new_session=True,
-        )
-        if self._stopped is not None:
-            self._process.send_signal(self._stopped)
-        code = self._process.wait()
+        with ending_with_this_process() as mark:
+            self._process = subprocess.Popen(
+                ["bash", script],
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment, **mark},
+                start_new_session=True,
+            )
+            if self._stopped is not None:
+                self._process.send_signal(self._stopped)
+            code = self._process.wait()
         return 128 - code if code < 0 else code
 
     def stop(self, number: int) -> None:
