@@ -64,6 +64,24 @@ def test_what_megatron_cannot_do_is_refused_by_name(
     assert where in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("version", "precision", "shard", "is_written"),
+    [
+        ("0.14.0", "fp32", "zero1", False),
+        ("0.16.1", "fp32", "zero1", True),
+        ("0.16.1", "fp32", "none", False),
+        ("0.16.1", "bf16", "zero1", False),
+        ("0.19.0", "fp32", "zero1", True),
+    ],
+)
+def test_states_of_fp32_weights_are_saved_in_the_format_that_loads_into_them(
+    version: str, precision: str, shard: str, is_written: bool
+) -> None:
+    overrides = (f"engine.version={version}", f"train.precision={precision}")
+    arguments = megatron_launch(megatron_task("llama3-8b", *overrides, layout={"shard": shard})).arguments
+    assert ("--dist-ckpt-optim-fully-reshardable" in arguments) == is_written
+
+
 def test_budgets_become_the_limits_before_and_after_the_first_step() -> None:
     minutes, seconds = "--distributed-timeout-minutes", "--distributed-timeout-seconds-after-init"
 
