@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,17 @@ from support.models.made_tokenizers import docstrings, llama2, save
 from support.models.tiny_models import hf_model, save_tiny_hf
 from support.runs.megatron_lm import CPU_ARGS
 from support.runs.seed_images import cpu_overrides, megatron_image, own_image, pod_overrides
-from support.runs.seed_runs import printed_losses, run_folder, run_to_the_end, seed_pods, step_losses
+from support.runs.seed_runs import (
+    latest_iteration,
+    printed_losses,
+    run_folder,
+    run_to_the_end,
+    seed_pods,
+    step_losses,
+    submit,
+    wait_for,
+    wait_for_end,
+)
 from support.servers import hub_server
 from trainshed.catalog import find_machine
 from trainshed.launch.job import Job
@@ -80,13 +91,20 @@ def pods(hub: hub_server.HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         yield runner
 
 
-def seed_job(hub: hub_server.HubServer, folder: Path, name: str, *overrides: str, on: tuple[str, ...] = ()) -> Job:
+def seed_job(
+    hub: hub_server.HubServer,
+    folder: Path,
+    name: str,
+    *overrides: str,
+    id: str | None = None,
+    on: tuple[str, ...] = (),
+) -> Job:
     """The shipped recipe on a shipped cluster, scaled down; `on` are keys of the cluster."""
     machine = find_machine(str(load_cluster(name).machine))
     ours = any(override.startswith("engine=torch") for override in overrides)
     own = cpu_overrides() if ours else pod_overrides(folder, machine.gpu, machine.fabric)
     cluster = load_cluster(name, [*own, f"environment.HF_ENDPOINT={hub.url}", *on])
-    return build_job(load_recipe("eks-llama2-7b-cpt", [*SMALL, *overrides]), cluster)
+    return build_job(load_recipe("eks-llama2-7b-cpt", [*SMALL, *overrides]), cluster, id=id)
 
 
 SAMPLES = """
@@ -171,6 +189,42 @@ def test_weights_of_the_hub_are_trained_on_by_megatron_and_come_back_to_hugging_
     assert loss_of(run / "export", validation_samples(job, pods, tmp_path)) == pytest.approx(
         float(printed[0]), abs=2e-5
     )
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_megatron_loses_a_pod_and_its_losses_are_those_of_a_run_that_never_stopped(
+    pods: PodRunner, hub: hub_server.HubServer, tmp_path: Path
+) -> None:
+    steps = 40
+    recipe = (
+        *(f"engine.args={json.dumps(CPU_ARGS | NO_FUSIONS)}", f"train.steps={steps}", "checkpoint.every=5"),
+        *(f"data.validation={{every: {steps}, batches: 1}}", "train.optimizer.lr=1.0e-3", "export=null"),
+    )
+    job = seed_job(hub, tmp_path, "eks-p4d", *recipe)
+    pods.images[MEGATRON_IMAGE] = megatron_image("0.16.1", "/opt/megatron-lm", tmp_path / "image", job.cluster)
+    script = job.files["train.sh"].split()
+    assert script[script.index("--tensor-model-parallel-size") + 1] == "2", "the layout of the seed: tp 2, dp the rest"
+    submitted, run = submit(job), run_folder(job, pods)
+    wait_for(pods, job, submitted, "a checkpoint", lambda: latest_iteration(run) >= 5)
+    (gang,) = [gang for path, gang in pods.gangs.items() if "/pytorchjobs/" in path]
+    gang.pods[1].process.send_signal(signal.SIGKILL)
+    wait_for_end(pods, job, submitted)
+    assert gang.restarts >= 1
+    log = "".join(path.read_text() for path in run.glob("logs/attempt-*/node-*.log"))
+    resumed = [int(step) for step in re.findall(r"successfully loaded checkpoint .* at iteration (\d+)", log)]
+    assert resumed
+    assert max(resumed) >= 5
+
+    whole = seed_job(hub, tmp_path, "eks-p4d", *recipe, id="whole")
+    run_to_the_end(pods, whole)
+    without, losses = printed_losses(run_folder(whole, pods)), printed_losses(run)
+    assert sorted(losses) == sorted(without) == list(range(1, steps + 1))
+    # The second line after a start is the mean of two steps: this version prints the first one's loss and keeps it.
+    means = {step + 2 for step in resumed}
+    assert {step: loss for step, loss in without.items() if step not in means} == {
+        step: loss for step, loss in losses.items() if step not in means
+    }
 
 
 @pytest.mark.full

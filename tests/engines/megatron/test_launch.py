@@ -64,6 +64,42 @@ def test_what_megatron_cannot_do_is_refused_by_name(
     assert where in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("version", "precision", "shard", "is_written"),
+    [
+        ("0.14.0", "fp32", "zero1", False),
+        ("0.16.1", "fp32", "zero1", True),
+        ("0.16.1", "fp32", "none", False),
+        ("0.16.1", "bf16", "zero1", False),
+        ("0.19.0", "fp32", "zero1", True),
+    ],
+)
+def test_states_of_fp32_weights_are_saved_in_the_format_that_loads_into_them(
+    version: str, precision: str, shard: str, is_written: bool
+) -> None:
+    overrides = (f"engine.version={version}", f"train.precision={precision}")
+    arguments = megatron_launch(megatron_task("llama3-8b", *overrides, layout={"shard": shard})).arguments
+    assert ("--dist-ckpt-optim-fully-reshardable" in arguments) == is_written
+
+
+@pytest.mark.parametrize(
+    ("version", "implementation", "pp", "is_said"),
+    [
+        ("878d65f", "local", 2, True),
+        ("0.12.3", "local", 2, True),
+        ("0.14.0", "local", 2, False),
+        ("878d65f", "transformer_engine", 2, False),
+        ("878d65f", "local", 1, False),
+    ],
+)
+def test_a_version_that_decays_other_weights_after_a_resume_is_named(
+    version: str, implementation: str, pp: int, is_said: bool
+) -> None:
+    overrides = (f"engine.version={version}", f"engine.args={{transformer-impl: {implementation}}}")
+    notes = megatron_launch(megatron_task("llama3-8b", *overrides, layout={"pp": pp})).notes
+    assert any(f"after a resume Megatron-LM {version} decays" in note for note in notes) == is_said
+
+
 def test_budgets_become_the_limits_before_and_after_the_first_step() -> None:
     minutes, seconds = "--distributed-timeout-minutes", "--distributed-timeout-seconds-after-init"
 

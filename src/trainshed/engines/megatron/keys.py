@@ -52,6 +52,7 @@ from trainshed.engines.megatron.data_args import (
     writes_tensorboard,
 )
 from trainshed.engines.megatron.layout_args import (
+    OPTIMIZER_FORMAT_ROW,
     read_experts,
     read_recompute,
     read_sharding,
@@ -492,6 +493,7 @@ _CHECKPOINT_ROWS = (
         lambda task: "fsdp_dtensor" if uses_fsdp(task.layout) else "torch_dist",
         drop="checkpoints are torch_dist (with Megatron's FSDP its own), which load on any layout",
     ),
+    OPTIMIZER_FORMAT_ROW,
     KeyRow(("async_save",), "checkpoint.async", lambda task: task.recipe.checkpoint.async_, _read_async),
     # Without a worker that stays, --async-save is switched off with a warning.
     KeyRow(

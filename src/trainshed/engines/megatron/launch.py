@@ -165,6 +165,11 @@ def _notes(task: EngineTask, settings: MegatronSettings) -> Iterator[str]:
         yield "with a ramp Megatron counts warm-up and decay in samples, not in steps: the rate rises faster at first"
     if recipe.train.precision == "fp16":
         yield "fp16 trains with a dynamic loss scale: a step that overflows is skipped, whatever non_finite says"
+    if _swaps_groups(task, settings):
+        yield (
+            f"after a resume Megatron-LM {settings.known.version} decays norms and biases, and nothing else, on stages "
+            "after the first, where transformer-impl is local: take Transformer Engine's, or 0.14.0"
+        )
     keep = recipe.checkpoint.keep
     if keep is None:
         yield "all checkpoints are kept: checkpoint.keep is null"
@@ -182,6 +187,21 @@ def _notes(task: EngineTask, settings: MegatronSettings) -> Iterator[str]:
         yield "SHARP has nothing to sum: it works between data-parallel ranks, and dp is 1"
     if config.max_positions < (length := sequence_length(task)):
         yield f"sequences of {length} tokens are longer than the {config.max_positions} the model is made for"
+
+
+def _swaps_groups(task: EngineTask, settings: MegatronSettings) -> bool:
+    """Tell whether later stages load the parameter groups of the first in another order than they have them.
+
+    Versions before 0.14.0 load them by number. A stage numbers them as its parameters come: the first begins with an
+    embedding, which is decayed, and one of local layers with a norm, which is not.
+    """
+    return (
+        settings.known.version not in since("0.14.0")
+        and settings.value("transformer_impl") == "local"
+        and task.layout.pp > 1
+        and task.layout.shard == "zero1"
+        and task.recipe.train.optimizer.weight_decay != 0
+    )
 
 
 # TransformerEngine's fp8 GEMMs take rows and columns in multiples of it.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from trainshed.engines.key_table import OMIT
+from trainshed.engines.key_table import OMIT, KeyRow
 from trainshed.engines.keys import format_value
 from trainshed.engines.launch import EngineTask
 from trainshed.engines.megatron.argument_import import ArgumentImport
+from trainshed.engines.megatron.arguments import versions_with
 from trainshed.plan.layout import RankLayout
 
 _FSDP = {"zero2": "optim_grads", "full": "optim_grads_params"}
@@ -118,6 +119,18 @@ def read_sharding(config: ArgumentImport) -> Any:
     dests = ("use_distributed_optimizer", "use_megatron_fsdp", "data_parallel_sharding_strategy")
     config.note_mapped(f"layout.shard: {shard}", *dests)
     return OMIT if shard == "zero1" else shard
+
+
+# From 0.16 on Megatron's distributed optimizer has two formats. It cannot load its usual one into weights of fp32: it
+# copies into a view of a parameter that requires a gradient, with gradients on, and PyTorch refuses that.
+OPTIMIZER_FORMAT_ROW = KeyRow(
+    ("dist_ckpt_optim_fully_reshardable",),
+    "engine.args",
+    lambda task: task.layout.shard == "zero1" and task.recipe.train.precision == "fp32",
+    lambda config: sharding(config) == "zero1" and not (config.get("bf16") or config.get("fp16")),
+    chosen=True,
+    versions=versions_with("dist_ckpt_optim_fully_reshardable"),
+)
 
 
 def render_recompute(task: EngineTask) -> dict[str, Any]:

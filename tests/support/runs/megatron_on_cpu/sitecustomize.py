@@ -101,7 +101,7 @@ def _adam():
 def _take_adam(module):
     # Versions from 0.16 on take PyTorch's whatever `Adam` is, unless they are told that it is not PyTorch's.
     module.Adam, module.USING_PYTORCH_OPTIMIZER = _adam(), False
-    # Versions up to 0.14 load the groups of the first pipeline stage on all of them, by number. Those of Transformer
+    # Versions before 0.14 load the groups of the first pipeline stage on all of them, by number. Those of Transformer
     # Engine's layers come in one order on every stage; those of a CPU's do not, and would get each other's decay.
     group = module._get_param_groups
     module._get_param_groups = lambda *arguments, **keywords: sorted(
