@@ -29,6 +29,7 @@ from trainshed.data.text.reader import BadLine, extract_documents
 from trainshed.data.tokenize.encoders import EncodedBatch, Encoder, EncoderName, choose_encoder, require_reference_ids
 from trainshed.data.tokenize.tokenizer import Tokenizer
 from trainshed.errors import TrainshedError
+from trainshed.signals import delayed_interrupt
 from trainshed.this_machine import usable_cpus
 
 if TYPE_CHECKING:
@@ -276,7 +277,8 @@ class WorkerProcess:
         context = start_fork_server()
         self._pipe, worker_end = context.Pipe()
         self.process = context.Process(target=_worker_main, args=(worker_end, options), daemon=True)
-        self.process.start()
+        with delayed_interrupt():  # half of what it is sent would leave a traceback of its own
+            self.process.start()
         worker_end.close()
 
     def wait_until_ready(self) -> tuple[str, str]:
