@@ -180,7 +180,7 @@ def test_the_rayjob_of_our_own_engine_loses_a_pod_and_goes_on_from_the_bucket(
 
     threading.Thread(target=kill_a_pod, daemon=True).start()
     states = KubernetesTarget(job.cluster).status
-    wait_for(pods, job, submitted, "the server", lambda: states(submitted)[-1].state == "running")
+    wait_for(pods, job, submitted, "the server", lambda: states(submitted)[-1].state == "serving")
     assert killed
     check_answers_of(f"http://127.0.0.1:{port}", gpt2())
 
