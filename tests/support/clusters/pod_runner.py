@@ -52,7 +52,7 @@ exec chroot "$root" env --chdir="$folder" "$@"
 
 
 POD_MARK = "POD_OF_THE_TESTS"
-"""A variable by which all processes of a pod are found."""
+"""A variable by which all processes of a container are found; its value is the name of the container's log."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,11 @@ class Pod:
     """Containers that run beside it, each as if it were a pod."""
 
     def start_again(self) -> None:
-        """What a kubelet does with a container that ended: the same once more, in the same pod."""
+        """What a kubelet does with a container that ended: the same once more, in the same pod.
+
+        A container ends with its first process. Ranks lead sessions of their own, and would train on without it.
+        """
+        _kill_left(self)
         self.process = _started(self.command, self.values, self.log)
 
     def end_sidecars(self) -> None:
@@ -90,6 +94,7 @@ class Pod:
                 sidecar.process.terminate()
         for sidecar in self.sidecars:
             sidecar.process.wait(timeout=120)
+            _kill_left(sidecar)
         self.sidecars = []
 
 
@@ -294,7 +299,7 @@ class PodRunner:
         mounts = [(folder, path) for path, folder in image.folders.items()] + mounts
         (root / f"mounts-{body['name']}").write_text("".join(f"{source} {target}\n" for source, target in mounts))
         values = {"PATH": os.environ["PATH"], "HOME": "/root"} | dict(image.environment) | dict(variables)
-        values[POD_MARK] = named[0]
+        values[POD_MARK] = named[2].stem
         values["POD_MOUNTS"] = str(root / f"mounts-{body['name']}")
         values["POD_WORKING_FOLDER"] = image.working_folder
         host, port = self.server.url.removeprefix("https://").split(":")
@@ -425,12 +430,12 @@ class PodRunner:
             _kill_all(pod.process)
         pod.process.wait()
         pod.end_sidecars()
-        _kill_left(pod.name)
+        _kill_left(pod)
 
 
-def _kill_left(name: str) -> None:
-    """End what a container has started besides: a pod's processes end with it."""
-    mark = f"{POD_MARK}={name}".encode()
+def _kill_left(container: Pod) -> None:
+    """End what a container has started besides: its processes end with it."""
+    mark = f"{POD_MARK}={container.log.stem}".encode()
     for process in Path("/proc").iterdir():
         if process.name.isdecimal():
             with suppress(OSError):
