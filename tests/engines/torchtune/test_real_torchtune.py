@@ -36,6 +36,7 @@ from support.models.tiny_torchtune import (
     write_tokenizer,
 )
 from support.recipes.foreign_tasks import task_of, written
+from support.runs.job_files import write_files
 from trainshed.catalog import model_preset
 from trainshed.data.sampling.rows import SampleRows
 from trainshed.engines.importing import import_file, load_problem, recipe_text
@@ -163,8 +164,7 @@ def run_torchtune(site: Site, name: str, *overrides: str, program: str = "llama3
     config = flatten(yaml.safe_load(launch.files["torchtune.yaml"]))
     config |= {f"model.{key}": value for key, value in TINY_BUILDER.items()}
     config |= {"model._component_": f"torchtune.models.llama3.{program}", "model.vocab_size": site.model.vocab_size}
-    (run / "torchtune.yaml").write_text(yaml.safe_dump(nest(config), sort_keys=False))
-    (run / "start_torchtune.py").write_text(launch.files["programs/start_torchtune.py"])
+    write_files(run, {**launch.files, "torchtune.yaml": yaml.safe_dump(nest(config), sort_keys=False)})
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     driver = TESTS / "engines" / "torchtune" / "cpu_torchtune.py"

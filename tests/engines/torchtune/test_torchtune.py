@@ -66,12 +66,12 @@ def config(given: EngineTask) -> dict[str, Any]:
 def test_the_seeds_render(kind: str) -> None:
     recipe = loaded(import_file(FILES / f"torchtune-{kind}.yaml", gpus=16))
     text = shown(build_launch(task_of(recipe, nodes=2)))
-    check_golden(f"engines/torchtune/llama3.3-70b-{kind}.txt", text.partition("=== start_torchtune.py")[0])
+    check_golden(f"engines/torchtune/llama3.3-70b-{kind}.txt", text.partition("=== programs/start_torchtune.py")[0])
 
 
 def test_conversations_of_the_hub_render_with_their_validation() -> None:
     text = shown(build_launch(task()))
-    check_golden("engines/torchtune/sharegpt.txt", text.partition("=== start_torchtune.py")[0])
+    check_golden("engines/torchtune/sharegpt.txt", text.partition("=== programs/start_torchtune.py")[0])
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,18 @@ def test_adapters_are_trained_and_exported_as_peft_has_them(
 
 def test_a_run_that_cannot_start_is_queued_once(torchtune_runs: TorchtuneRuns) -> None:
     """Both recipes of the seed were queued four times for a module that was not there."""
-    run = torchtune_runs.submit('engine.args."optimizer.no_such_option"=1')
+    run = torchtune_runs.submit('engine.args."optimizer.foreach"=true')  # torch refuses it beside `fused`
     state = run.wait("train", seconds=900)
     assert (state.state, state.restarts, state.exit_code) == ("failed", 0, 2), run.all_logs()
     assert "failed before its first step, and a new start would fail the same way" in run.all_logs()
+
+
+def test_an_option_that_torchtune_does_not_have_ends_the_job_before_data_is_prepared(
+    torchtune_runs: TorchtuneRuns,
+) -> None:
+    run = torchtune_runs.submit('engine.args."optimizer.no_such_option"=1')
+    assert run.wait("train", seconds=900).state == "cancelled", run.all_logs()
+    image, fetch = run.states()["image"], run.states()["fetch"]
+    assert (image.state, image.restarts, image.exit_code) == ("failed", 0, 2), run.all_logs()
+    assert fetch.state == "cancelled"
+    assert "no_such_option" in run.all_logs()
