@@ -84,10 +84,6 @@ class SlurmClient:
         )
         self.run("sh", "-c", script, "sh", path, input=data)
 
-    def make_folder(self, path: str) -> None:
-        """Make a folder on the shared disk."""
-        self.run("mkdir", "-p", "--", path)
-
     def read(self, path: str, start: int = 0) -> bytes | None:
         """Return a file on the shared disk from a byte offset on; None if it does not exist."""
         done = self.run_unchecked("tail", "-c", f"+{start + 1}", "--", path)
