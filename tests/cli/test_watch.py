@@ -187,11 +187,12 @@ class Terminal:
 
 def test_a_run_that_is_killed_is_said_in_the_terminal_and_leaving_it_alone_ends_nothing(run: Path) -> None:
     with subprocess.Popen([sys.executable, "-P", "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True) as holder:
+        # A view that finds nobody at work ends at once.
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
         left = Terminal(100, "proof")
         stays = Terminal(60, "proof", "--every", "0.2", NO_COLOR="1", LC_ALL="C")
         try:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == "held\n"
             for terminal in (left, stays):
                 terminal.read_until("running, attempt 1")
             left.process.send_signal(signal.SIGINT)
@@ -218,15 +219,13 @@ def test_a_run_that_is_killed_is_said_in_the_terminal_and_leaving_it_alone_ends_
 
 def test_in_a_pipe_it_prints_what_happens_until_the_end(run: Path) -> None:
     command = [sys.executable, "-P", "-m", "trainshed", "watch", "proof", "--every", "0.2"]
-    with (
-        subprocess.Popen([sys.executable, "-P", "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True) as holder,
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching,
-    ):
+    with subprocess.Popen([sys.executable, "-P", "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
-            assert holder.stdout is not None
             assert watching.stdout is not None
-            holder.stdout.readline()
-            lines = []
+            lines: list[str] = []
             while not lines or "proof/x here: running" not in lines[-1]:
                 lines.append(watching.stdout.readline())
                 assert lines[-1], lines
@@ -239,9 +238,11 @@ def test_in_a_pipe_it_prints_what_happens_until_the_end(run: Path) -> None:
             holder.kill()
             holder.wait()
             rest = watching.stdout.read()
+            assert watching.wait(PATIENCE_SECONDS) == 1
         finally:
             holder.kill()
-    assert watching.returncode == 1
+            watching.kill()
+            watching.communicate()
     assert "training proof/x: 12 parameters on NVIDIA H100, dp 2" in "".join(lines)
     assert "proof/x here: failed" in rest
     assert "attempt 1 was killed" in rest
