@@ -81,5 +81,6 @@ def files_with(pattern: str) -> set[str]:
 
 def test_paths_of_a_run_and_handlers_of_signals_have_one_home() -> None:
     assert files_with(r"(attempt|rank|node)-\{\w+:0|step-\{\w+:0|re\.compile\(r\"(attempt|step)-") == {"run_folder.py"}
-    # One more: a file that runs in foreign images, without the rest of the package.
-    assert files_with(r"signal\.signal\(") == {"signals.py", "launch/ray/script_driver.py"}
+    # Two more: files that run in foreign images, without the rest of the package.
+    foreign = {"launch/ray/script_driver.py", "engines/megatron/run_program.py"}
+    assert files_with(r"signal\.signal\(") == {"signals.py", *foreign}

@@ -82,6 +82,8 @@ MODEL_VERBS = {
     "merge": ("trainshed.cli.model:merge", "Merge a LoRA adapter into the weights it was trained on."),
 }
 
+_COMPLETION = "Let bash, zsh, fish or PowerShell complete commands, options and names."
+
 
 def build_app() -> App:
     """Assemble the verbs; none of their modules is imported yet."""
@@ -107,7 +109,7 @@ def build_app() -> App:
     for name, (target, summary) in MODEL_VERBS.items():
         model.command(target, name=name, help=summary, help_epilogue=examples_text(f"model {name}"))
     app.command(model)
-    app.register_install_completion_command(help="Let bash, zsh or fish complete commands and options.")
+    app.command("trainshed.cli.completion:install", name="--install-completion", help=_COMPLETION)
     app.command("trainshed.cli.node:worker", name="worker", show=False)
     app.command("trainshed.cli.node:agent", name="agent", show=False)
     app.command("trainshed.cli.node:ray_driver", name="ray-driver", show=False)

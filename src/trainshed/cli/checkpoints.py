@@ -6,16 +6,17 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName, RunName
 from trainshed.cli.console import Flag, Output
 
 
 def checkpoints(
-    run: str,
+    run: RunName,
     *overrides: str,
     verify: Flag = False,
     prune: Flag = False,
     keep: int | None = None,
-    on: str = "local",
+    on: ClusterName = "local",
     id: str | None = None,
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from trainshed.cli.completion import ClusterName, RecipeName
 from trainshed.cli.console import Flag, Output
 
 if TYPE_CHECKING:
@@ -20,11 +21,11 @@ _VERDICT_MARKS = {"pass": "ok", "warn": "warn", "fail": "FAIL", "skipped": "-"}
 
 def doctor(
     *overrides: str,
-    on: str | None = None,
+    on: ClusterName | None = None,
     nodes: int | None = None,
     full: Flag = False,
     notify: Flag = False,
-    recipe: str | None = None,
+    recipe: RecipeName | None = None,
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Look at this machine; with --on at a cluster file and its scheduler; with --nodes at its nodes too.
@@ -182,7 +183,7 @@ def build(
     ray: Annotated[bool, Parameter(negative="")] = False,
     base: str | None = None,
     venv: str | None = None,
-    on: str | None = None,
+    on: ClusterName | None = None,
     python: str = "python3",
     out: Path | None = None,
     tool: Literal["docker", "podman", "buildah", "kaniko"] | None = None,
@@ -289,7 +290,7 @@ storage_app = App(name="storage", help="The volume that a cluster's jobs share."
 
 
 @storage_app.command
-def up(*overrides: str, on: str, dry_run: Flag = False) -> int:
+def up(*overrides: str, on: ClusterName, dry_run: Flag = False) -> int:
     """Make the volumes that a cluster file describes (`volumes: [{pvc: …, create: {…}}]`); nothing deletes them.
 
     Parameters

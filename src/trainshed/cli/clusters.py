@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from trainshed.cli.completion import ClusterName
 from trainshed.cli.console import Output, described_names, print_report
 from trainshed.cli.examples import examples_text
 
@@ -38,7 +39,7 @@ app.command(list_clusters, name="list")
 
 @app.command
 def copy(
-    name: str,
+    name: ClusterName,
     destination: Path = Path("clusters"),
     /,
     *,
@@ -63,7 +64,7 @@ def copy(
 
 
 @app.command
-def check(cluster: str, /, *, output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text") -> int:
+def check(cluster: ClusterName, /, *, output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text") -> int:
     """Check a cluster file without asking the cluster: its keys, image, store, secrets, machine and number of nodes.
 
     `trainshed doctor --on CLUSTER` also asks the scheduler. Exit code 1 if something would keep jobs from running.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName, RunName
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def dash(
-    *runs: str,
-    on: str = "local",
+    *runs: RunName,
+    on: ClusterName = "local",
     host: str = "127.0.0.1",
     port: int = 6007,
     token: Annotated[str | None, Parameter(env_var="TRAINSHED_DASH_TOKEN")] = None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def inspect(
     tokenizer: str | None = None,
     samples: int = 3,
     rows: int = 1000,
-    on: str = "local",
+    on: ClusterName = "local",
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Show what token files hold: counts, document lengths, special tokens, and some of the text.

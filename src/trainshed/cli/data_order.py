@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName, RecipeName
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def blend(
-    recipe: str,
+    recipe: RecipeName,
     *overrides: str,
-    on: str = "local",
+    on: ClusterName = "local",
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Show how many samples, tokens and epochs of each source a recipe's run will see.
@@ -102,11 +103,11 @@ def _blend_table(report: dict[str, Any]) -> str:
 
 
 def batch(
-    recipe: str,
+    recipe: RecipeName,
     *overrides: str,
     step: int,
     rows: int = 2,
-    on: str = "local",
+    on: ClusterName = "local",
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Show what one step trains on: for its first rows the source, epoch, documents and text.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import RunName
 from trainshed.cli.console import Output
 from trainshed.cli.serve import DEFAULT_MODEL_OPTIONS, ModelOptions, read_api_key
 from trainshed.errors import InputError
@@ -18,7 +19,7 @@ Names = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")
 
 
 def evaluate(
-    checkpoint: str,
+    checkpoint: RunName,
     *,
     perplexity: Names = (),
     tasks: Names = (),

@@ -7,18 +7,19 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName, RunName
 from trainshed.cli.console import Output, print_report
 
 Tool = Literal["tensorboard", "dllogger", "wandb", "mlflow", "trackio"]
 
 
 def export_figures(
-    run: str,
+    run: RunName,
     /,
     *overrides: str,
     to: Tool,
     out: Path | None = None,
-    on: str = "local",
+    on: ClusterName = "local",
     output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
 ) -> None:
     """Write the figures of a run for TensorBoard, DLLogger, Weights & Biases, MLflow or trackio.

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from trainshed.cli.completion import MachineName, ModelName
 from trainshed.cli.console import Output, print_report
 from trainshed.cli.examples import examples_text
 
@@ -23,7 +24,7 @@ def recipe(
     file: Path = Path("recipe.yaml"),
     /,
     *,
-    model: str | None = None,
+    model: ModelName | None = None,
     data: str | None = None,
     length: str | None = None,
     name: str | None = None,
@@ -68,7 +69,7 @@ def cluster(
     /,
     *,
     target: str | None = None,
-    machine: str | None = None,
+    machine: MachineName | None = None,
     store: str | None = None,
     nodes: int | None = None,
     address: str | None = None,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName, GpuName, ModelName
 from trainshed.cli.console import Flag, Output
 
 if TYPE_CHECKING:
@@ -20,12 +21,12 @@ def metrics(
     end: int | None = None,
     batch_size: int | None = None,
     gpus: int | None = None,
-    gpu: str | None = None,
+    gpu: GpuName | None = None,
     precision: str | None = None,
-    model: str | None = None,
+    model: ModelName | None = None,
     sequence_length: int | None = None,
     profiles: Flag = False,
-    on: str = "local",
+    on: ClusterName = "local",
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Measure a run: step time, tokens/s, TFLOP/s, MFU, goodput and where the rest of the time went.

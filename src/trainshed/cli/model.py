@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName, RunName
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
@@ -321,7 +322,7 @@ SHOWN_FILES = 12
 
 
 def inspect(
-    path: str, *, on: str = "local", output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text"
+    path: RunName, *, on: ClusterName = "local", output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text"
 ) -> int:
     """Show what weights are: format, family, parameters of each part, dtype, vocabulary, layout, files, verdict.
 
@@ -417,7 +418,7 @@ def merge(
     out: str,
     *,
     logits: bool = True,
-    on: str = "local",
+    on: ClusterName = "local",
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Merge a LoRA adapter into Hugging Face weights: the weights that PEFT's own merge_and_unload gives.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from trainshed.cli.completion import ClusterName, RunName
 from trainshed.cli.console import Flag
 from trainshed.errors import InputError
 
@@ -22,10 +23,10 @@ _ANSWER_SECONDS = 120.0
 
 
 def open_page(
-    run: str,
+    run: RunName,
     page: Literal["serve", "dash", "tensorboard"],
     *,
-    on: str = "local",
+    on: ClusterName = "local",
     port: int | None = None,
     keep: Flag = False,
     dry_run: Flag = False,
@@ -231,7 +232,7 @@ def _await_answer(port: int, ended: Callable[[], int | None]) -> None:
 
 
 def exec_in(
-    run: str, *command: str, rank: int = 0, stage: Literal["train", "serve"] = "train", dry_run: Flag = False
+    run: RunName, *command: str, rank: int = 0, stage: Literal["train", "serve"] = "train", dry_run: Flag = False
 ) -> int:
     """Run a command on the node of a rank, inside its job; without one, a shell.
 

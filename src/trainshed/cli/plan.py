@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from trainshed.cli.completion import ClusterName, GpuNames, MachineName, ModelName, RecipeName
 from trainshed.cli.console import Output
 from trainshed.cli.examples import examples_text
 
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def plan(
-    recipe: str | None = None,
+    recipe: RecipeName | None = None,
     *overrides: str,
-    on: str | None = None,
-    model: str | None = None,
-    gpu: tuple[str, ...] = (),
-    machine: str | None = None,
+    on: ClusterName | None = None,
+    model: ModelName | None = None,
+    gpu: GpuNames = (),
+    machine: MachineName | None = None,
     gpus: str | None = None,
     nodes: int | None = None,
     seq: int | None = None,

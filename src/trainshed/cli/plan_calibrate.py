@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName, GpuName, MachineName, ModelName
 from trainshed.cli.console import Output
 from trainshed.run_folder import RECIPE_FILE
 
@@ -38,10 +39,10 @@ def calibrate(
     *overrides: str,
     to: Path = Path("calibration.yaml"),
     like: str | None = None,
-    on: str | None = None,
-    model: str | None = None,
-    gpu: str | None = None,
-    machine: str | None = None,
+    on: ClusterName | None = None,
+    model: ModelName | None = None,
+    gpu: GpuName | None = None,
+    machine: MachineName | None = None,
     gpus: int | None = None,
     seq: int | None = None,
     global_batch: int | None = None,

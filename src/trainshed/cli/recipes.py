@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from trainshed.cli.completion import ClusterName, RecipeName
 from trainshed.cli.console import Flag, Output, described_names, print_report
 from trainshed.cli.examples import examples_text
 
@@ -45,10 +46,10 @@ app.command(list_recipes, name="list")
 
 @app.command
 def check(
-    recipe: str,
+    recipe: RecipeName,
     /,
     *overrides: str,
-    on: str = "local",
+    on: ClusterName = "local",
     output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
 ) -> None:
     """Check a recipe against a cluster without fetching, planning or running anything.
@@ -76,7 +77,7 @@ def check(
 
 @app.command
 def copy(
-    name: str,
+    name: RecipeName,
     destination: Path = Path(),
     /,
     *,

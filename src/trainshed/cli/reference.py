@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from cyclopts import App
 from cyclopts.argument import Argument
@@ -97,6 +97,8 @@ def _type_names(hint: Any) -> Iterator[str]:
         for choice in get_args(hint):
             if choice is not NoneType:
                 yield from _type_names(choice)
+    elif origin is Annotated:
+        yield from _type_names(get_args(hint)[0])
     elif origin is Literal:
         yield from (f"`{choice}`" for choice in get_args(hint))
     elif origin in (list, tuple):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName, RunName
 from trainshed.cli.console import Output
 from trainshed.run_folder import store_of
 
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def rm(
-    run: str,
+    run: RunName,
     *,
     yes: Annotated[bool, Parameter(name=["-y", "--yes"], negative="")] = False,
-    on: str = "local",
+    on: ClusterName = "local",
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Remove a run: its folder, its checkpoints wherever they are kept, and the record of its submission.
@@ -102,7 +103,7 @@ _SHOWN_RUNS = 4
 def clean(
     *,
     yes: Annotated[bool, Parameter(name=["-y", "--yes"], negative="")] = False,
-    on: str = "local",
+    on: ClusterName = "local",
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """List the artefacts in a store that no run refers to, and what killed processes left; with --yes remove them.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName, RecipeName
 from trainshed.cli.console import Output
 from trainshed.run_folder import REPORT
 
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def run(
-    recipe: str,
+    recipe: RecipeName,
     *overrides: str,
-    on: str = "local",
+    on: ClusterName = "local",
     id: str | None = None,
     layout: str | None = None,
     workers: int | None = None,
@@ -165,10 +166,10 @@ def look_further(finished: TrainedRun, cluster: Cluster) -> list[str]:
 
 
 def train(
-    recipe: str,
+    recipe: RecipeName,
     *overrides: str,
     layout: str | None = None,
-    on: str = "local",
+    on: ClusterName = "local",
     id: str | None = None,
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName, RunName
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def status(
-    run: str,
+    run: RunName,
     *,
     answers: Annotated[bool, Parameter(negative="")] = False,
-    on: str = "local",
+    on: ClusterName = "local",
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Say in a sentence how a run stands, why it waits or failed, and how far training is.
@@ -62,7 +63,7 @@ def evaluation_lines(records: Sequence[EvaluationRecord]) -> list[str]:
     return lines
 
 
-def ls(*, on: str = "local", output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text") -> int:
+def ls(*, on: ClusterName = "local", output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text") -> int:
     """List the runs in the store here, and those that were submitted from this machine; newest first. Sweeps follow.
 
     Parameters
@@ -132,14 +133,14 @@ def _because(why: str) -> str:
 
 
 def logs(
-    run: str,
+    run: RunName,
     *,
     follow: Annotated[bool, Parameter(name=["-f", "--follow"], negative="")] = False,
     stage: str = "train",
     rank: int | None = None,
     attempt: int | None = None,
     grep: str | None = None,
-    on: str = "local",
+    on: ClusterName = "local",
 ) -> int:
     """Print the log of a run; logs of earlier attempts are kept.
 
@@ -178,7 +179,7 @@ def logs(
 
 
 def cancel(
-    run: str, *, on: str = "local", output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text"
+    run: RunName, *, on: ClusterName = "local", output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text"
 ) -> int:
     """End every stage of a run that has not ended; what it has stored stays, and it can be started again.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName, RunName
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
@@ -14,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def scaling(
-    *runs: str,
+    *runs: RunName,
     parameters: str | None = None,
     tokens: str | None = None,
     compute: float | None = None,
     report: Path | None = None,
     seed: int = 0,
-    on: str = "local",
+    on: ClusterName = "local",
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Fit L(N, D) = E + A/N^α + B/D^β to the validation losses of runs of several sizes, and predict others.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName, RunName
 from trainshed.cli.console import Output
 from trainshed.errors import InputError, MissingExtra
 
@@ -53,7 +54,7 @@ class ModelOptions:
     vocab_size: int | None = None
     eager: Annotated[bool, Parameter(negative="")] = False
     ignore_verdict: Annotated[bool, Parameter(negative="")] = False
-    on: str = "local"
+    on: ClusterName = "local"
 
     def load(
         self, checkpoint: str, reporter: Reporter, *, name: str | None = None, adapters: Mapping[str, str] | None = None
@@ -91,7 +92,7 @@ DEFAULT_MODEL_OPTIONS = ModelOptions()
 
 
 def serve(
-    checkpoint: str,
+    checkpoint: RunName,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -199,7 +200,7 @@ def _checked_seconds(option: str, value: float) -> float:
 
 
 def generate(
-    checkpoint: str,
+    checkpoint: RunName,
     *,
     prompt: str | None = None,
     file: Path | None = None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName, RunName
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def stacks(
-    run: str,
+    run: RunName,
     *,
     rank: int | None = None,
     full: Annotated[bool, Parameter(negative="")] = False,
     dry_run: Annotated[bool, Parameter(negative="")] = False,
-    on: str = "local",
+    on: ClusterName = "local",
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Show the Python stack of every rank; ranks that are at the same place are shown together.

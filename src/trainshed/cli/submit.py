@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName, RecipeName
 from trainshed.cli.console import Flag, Output
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def render(
-    recipe: str,
+    recipe: RecipeName,
     *overrides: str,
-    on: str,
+    on: ClusterName,
     id: str | None = None,
     nodes: int | None = None,
     gpus: int | None = None,
@@ -91,9 +92,9 @@ def _print_request(rendered: RenderedJob, as_: str = "scripts", out: Path | None
 
 
 def submit(
-    recipe: str,
+    recipe: RecipeName,
     *overrides: str,
-    on: str,
+    on: ClusterName,
     id: str | None = None,
     nodes: int | None = None,
     gpus: int | None = None,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName, RecipeName
 from trainshed.cli.console import Flag, Output
 
 if TYPE_CHECKING:
@@ -13,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def sweep(
-    recipe: str,
+    recipe: RecipeName,
     *overrides: str,
-    on: str = "local",
+    on: ClusterName = "local",
     parallel: int | None = None,
     random: int | None = None,
     seed: int = 0,

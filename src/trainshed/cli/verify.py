@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName, RecipeName
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
@@ -13,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def verify(
-    recipe: str,
+    recipe: RecipeName,
     *overrides: str,
     layout: str | None = None,
     steps: int = 10,
-    on: str = "local",
+    on: ClusterName = "local",
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Train a shrunk model on one process and on the layout, and compare every step; then resume in the middle.

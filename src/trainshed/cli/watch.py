@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from trainshed.cli.completion import ClusterName, RunName
 from trainshed.cli.console import Output
 from trainshed.cli.watch_frame import Frame, RunAccount, glyphs_for
 
@@ -31,11 +32,11 @@ _ENDED = ("done", "failed", "cancelled", "stopped")
 
 
 def watch(
-    run: str,
+    run: RunName,
     *,
     once: Annotated[bool, Parameter(negative="")] = False,
     every: float = 1.0,
-    on: str = "local",
+    on: ClusterName = "local",
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Show a run as it goes: progress, loss, speed, memory, ranks, devices, checkpoints and the last events.
