@@ -93,7 +93,7 @@ def seed_job(
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("layout", ["layout={tp: 2, pp: 2, micro_batch: 1}"])
-def test_slim_pajama_trains_loses_its_pods_goes_on_and_is_seen_in_tensorboard(
+def test_slim_pajama_trains_loses_a_pod_goes_on_and_is_seen_in_tensorboard(
     layout: str, pods: PodRunner, hub: hub_server.HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = f"engine.args={json.dumps(CPU_ARGS)}"
@@ -104,9 +104,8 @@ def test_slim_pajama_trains_loses_its_pods_goes_on_and_is_seen_in_tensorboard(
     wait_for(pods, job, submitted, "a checkpoint", lambda: latest_iteration(run) >= 2)
     (gang,) = [gang for path, gang in pods.gangs.items() if "/pytorchjobs/" in path]
     assert len(gang.pods) == 2
-    # All of them: a rank that raises because a peer is gone waits for its checkpoint worker, which waits for work.
-    for pod in gang.pods:
-        pod.process.send_signal(signal.SIGKILL)
+    # The others' ranks raise and end, although their checkpoint workers wait for work (`run_program.py`).
+    gang.pods[1].process.send_signal(signal.SIGKILL)
     wait_for_end(pods, job, submitted)
     assert latest_iteration(run) == STEPS
     assert gang.restarts >= 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from trainshed.checkpoints.megatron import retention
@@ -25,7 +26,6 @@ from trainshed.engines.megatron.model_args import padded_vocabulary, sequence_le
 from trainshed.engines.megatron.settings import MegatronSettings, add_engine_args
 from trainshed.engines.megatron.training_args import run_length
 from trainshed.engines.megatron.versions import (
-    FITS_NEWER_PYTORCH,
     fit_to_version,
     known_image,
     since,
@@ -76,8 +76,8 @@ def megatron_launch(task: EngineTask) -> EngineLaunch:
     return EngineLaunch(
         program=program,
         arguments=settings.words(),
-        files=index_files(settings, task, program) | _retention_files(task) | _runner_files(known.version),
-        runner=next(iter(_runner_files(known.version)), None),
+        files=index_files(settings, task, program) | _retention_files(task) | {RUN_SCRIPT: _source_of(run_program)},
+        runner=RUN_SCRIPT,
         companion=_retention_command(task),
         environment=_environment(task),
         inputs=tuple(_inputs(task, settings)),
@@ -94,11 +94,9 @@ KEEP_SCRIPT = f"{PROGRAMS}/keep_checkpoints.py"
 RUN_SCRIPT = f"{PROGRAMS}/run_program.py"
 
 
-def _runner_files(version: str) -> dict[str, str]:
-    """Return the job's file that runs a version's program, where a newer PyTorch needs one."""
-    if version in FITS_NEWER_PYTORCH:
-        return {}
-    return {RUN_SCRIPT: Path(run_program.__file__).read_text(encoding="utf-8")}
+def _source_of(module: ModuleType) -> str:
+    """Return the text of a module of ours that is a program in the job."""
+    return Path(str(module.__file__)).read_text(encoding="utf-8")
 
 
 def _last_checkpoint(task: EngineTask) -> tuple[str, str] | None:
@@ -116,7 +114,7 @@ def _retention_files(task: EngineTask) -> dict[str, str]:
     """Return the job's file that removes old checkpoints, where not all are kept."""
     if task.recipe.checkpoint.keep is None:
         return {}
-    return {KEEP_SCRIPT: Path(retention.__file__).read_text(encoding="utf-8")}
+    return {KEEP_SCRIPT: _source_of(retention)}
 
 
 def _retention_command(task: EngineTask) -> tuple[str, ...]:

@@ -1,4 +1,8 @@
-"""Run pretrain_gpt.py of an old Megatron-LM on a newer PyTorch: `python3 run_program.py pretrain_gpt.py ARGUMENTS`.
+"""Run pretrain_gpt.py as a rank that ends when it fails: `python3 run_program.py pretrain_gpt.py ARGUMENTS`.
+
+With --async-save --use-persistent-ckpt-worker a rank starts a process that writes checkpoints. A rank that raises would
+wait for it at its exit, and it waits for the next checkpoint: torchrun would see no failure, and GPUs be held until
+somebody looks. Here a failure ends that process, and then the rank.
 
 Versions before 0.13 call `_write_item` of torch.distributed.checkpoint, which has got further parameters since: the
 transforms (https://github.com/pytorch/pytorch/pull/143359) and the format. Without them every save of a checkpoint in
@@ -10,14 +14,19 @@ This file is copied into the job as it is: it needs Python 3.8 and PyTorch.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
+import multiprocessing
 import os
 import runpy
+import signal
 import sys
 from typing import Any
 
 _PROGRAM_VARIABLE = "TRAINSHED_MEGATRON_PROGRAM"
+_EXIT_SECONDS = 20
+"""How long exit functions (of wandb, say) may take after a failure."""
 
 
 def with_missing_arguments(write_item: Any, transforms: Any, formats: Any) -> Any:
@@ -60,7 +69,36 @@ def main() -> None:
     sys.path[0] = os.path.dirname(program)
     with open(program, "rb") as file:
         code = compile(file.read(), program, "exec")
-    exec(code, globals())
+    try:
+        exec(code, globals())
+    except SystemExit as error:
+        if error.code in (None, 0):
+            raise
+        end_at_once(error)
+    except BaseException as error:
+        end_at_once(error)
+
+
+def end_at_once(error: BaseException) -> None:
+    """Print an error and end this process with its processes, as Python would if it waited for none of them.
+
+    Objects are not destroyed: Megatron's `PersistentAsyncCaller` then waits for its process, which is gone.
+    """
+    exit_code = 1
+    if not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+    elif isinstance(error.code, int):
+        exit_code = error.code
+    else:
+        sys.stderr.write(f"{error.code}\n")
+    for child in multiprocessing.active_children():
+        child.kill()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_EXIT_SECONDS)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 if __name__ in ("__main__", "__mp_main__"):

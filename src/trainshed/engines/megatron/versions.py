@@ -74,8 +74,6 @@ def since(version: str) -> tuple[str, ...]:
     return KNOWN_VERSIONS[KNOWN_VERSIONS.index(version) :]
 
 
-FITS_NEWER_PYTORCH = since("878d65f")
-"""Versions that save in the format torch_dist with every PyTorch: `run_program.py`."""
 # Until 0.19, `gpt_builder` (before 0.16: `model_provider` of pretrain_gpt.py) does not hand it to GPTModel.
 LINEAR_ROPE_VERSIONS = since("0.19.0")
 """Versions whose pretrain_gpt.py reads --rotary-seq-len-interpolation-factor."""
