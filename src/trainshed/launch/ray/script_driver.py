@@ -41,21 +41,32 @@ WRONG_INPUT = 2
 _MARK = "TRAINSHED_RAY_SCRIPT"
 # Kills whatever has a mark among its variables when the process that holds the other end of its input has ended. It is
 # nobody's child: Ray kills those of an actor with it.
+# One look at /proc can miss a process: while a program is being loaded its variables and its arguments read as empty,
+# and the child of a process that ends is not in a list made before. So it looks again until nothing is being loaded
+# and three looks have found nothing (a hundred, should a program stay like that).
 _WATCHER = """
 import os, signal, sys, time
 if os.fork():
     os._exit(0)
-os.setsid()
 sys.stdin.read()
-mark, found = os.fsencode(sys.argv[1]), True
-while found:
-    found = False
-    for name in filter(str.isdecimal, os.listdir("/proc")):
+mark, looks, loading = os.fsencode(sys.argv[1]), 0, False
+def read(process, file):
+    with open("/proc/%s/%s" % (process, file), "rb") as opened:
+        return opened.read()
+def is_loading(process):
+    words = read(process, "stat").rpartition(b")")[2].split()
+    ended, of_kernel = words[0] in b"ZX", int(words[6]) & 0x200000
+    return not ended and not of_kernel and not read(process, "cmdline")
+while looks < (100 if loading else 3):
+    looks, loading = looks + 1, False
+    for process in filter(str.isdecimal, os.listdir("/proc")):
         try:
-            with open("/proc/%s/environ" % name, "rb") as file:
-                if mark in file.read().split(bytes(1)):
-                    found = True
-                    os.kill(int(name), signal.SIGKILL)
+            variables = read(process, "environ")
+            if mark in variables.split(bytes(1)):
+                looks = 0
+                os.kill(int(process), signal.SIGKILL)
+            elif not variables:
+                loading = is_loading(process) or loading
         except OSError:
             pass
     time.sleep(0.1)
@@ -71,7 +82,8 @@ def ending_with_this_process() -> Iterator[dict[str, str]]:
     """
     mark = uuid.uuid4().hex
     command = [sys.executable, "-I", "-S", "-c", _WATCHER, f"{_MARK}={mark}"]
-    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    # In a session of its own from its first moment: Ray may end the group of an actor too.
+    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     assert watcher.stdin is not None
     assert watcher.stdout is not None
     watcher.wait()
