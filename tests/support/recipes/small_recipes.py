@@ -6,17 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from trainshed.data.order import run_orders
 from trainshed.data.tokens.token_source import RunTokens
-from trainshed.engines.torch.rank_env import TrainJob
 from trainshed.plan import layout_problems, parse_layout, resolve_layout
 from trainshed.recipe import Layout, Recipe, parse_recipe
 from trainshed.storage import LocalStore
 from trainshed.workflow.run import phase_jobs
+
+if TYPE_CHECKING:
+    from trainshed.engines.torch.rank_env import TrainJob
 
 _SIZES = {"layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "vocab_size": 61, "max_positions": 32}
 MODELS: dict[str, dict[str, Any]] = {
@@ -152,6 +154,9 @@ def small_job(folder: Path, recipe: Recipe, layout: str, *, uneven: bool = False
 
     `uneven` is how an elastic run goes on that has lost nodes; without `checked` the layout may be an illegal one.
     """
+    # The client's tests read recipes of this module where there is no torch.
+    from trainshed.engines.torch.rank_env import TrainJob
+
     assert recipe.model.config is not None
     config = recipe.trained_architecture(recipe.model.config)
     orders = run_orders(recipe, RunTokens(()), folder, build=False)
