@@ -5,6 +5,7 @@ tensor-parallel rank, r query heads per group, D head_dim, H hidden.
 
 With context parallel, keys and values are all_gathered (their gradients are reduce_scattered back) and each rank
 computes its own queries. A rank holds two parts of the sequence, one early and one late, so that causal work is even.
+Plain causal attention hides both collectives (`context_parallel.py`); windows, documents and changed scores wait.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
 from trainshed.models.collectives import ParallelAxes, all_gather
+from trainshed.models.context_parallel import context_attention, supports_context_attention
 from trainshed.models.documents import AttentionMask, block_attention
 from trainshed.models.layers import Linear, Norm, ProjectionNorm, RowParallelLinear
 from trainshed.recipe import ModelConfig
@@ -65,6 +67,11 @@ class AttentionRule:
     def span(self) -> AttentionSpan:
         """What decides how far back a query sees: rules with the same have the same masks."""
         return self.window, self.chunk
+
+    def is_plain(self, keys: int) -> bool:
+        """Whether a query sees all of so many keys that are not after it, by scores that are only scaled."""
+        bounded = any(limit is not None and limit < keys for limit in self.span)
+        return not bounded and not self.needs_scores
 
 
 PLAIN_ATTENTION = AttentionRule()
@@ -162,6 +169,9 @@ class Attention(nn.Module):
         cp = self.axes.cp
         if cp.size == 1:
             return causal_attention(query, key, value, self.rule, None if masks is None else masks[0], self.sinks)
+        plain = masks is None and self.rule.is_plain(cp.size * len(query))
+        if plain and supports_context_attention(query.shape[-1], query.dtype, query.device):
+            return context_attention(query, key, value, cp, self.rule.scale)
         both = restore_sequence_order(all_gather(torch.cat([key, value], dim=2), cp), cp.size)
         key, value = both.split(self.kv_groups, dim=2)
         half_length = query.shape[0] // 2

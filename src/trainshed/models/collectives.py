@@ -34,6 +34,11 @@ class AxisGroup:
         assert self.process_group is not None, "a group of several ranks has a process group"
         return self.process_group
 
+    @property
+    def name(self) -> str:
+        """The name by which PyTorch's operations find the process group."""
+        return self.ranks.group_name
+
     def shard_bounds(self, length: int) -> tuple[int, int]:
         """Return this rank's share [start, stop) of a length; if it is uneven, the first ranks take one more."""
         share, extra = divmod(length, self.size)

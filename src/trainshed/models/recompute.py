@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from trainshed.models.context_parallel import ATTEND_PARTS
 from trainshed.models.quantization import QUANTIZED_LINEAR
 
 _aten, _comm = torch.ops.aten, torch.ops._c10d_functional
@@ -29,6 +30,7 @@ _SAVED_OPS = (
     _comm.reduce_scatter_tensor.default,
     _comm.all_to_all_single.default,
     torch.ops.higher_order.flex_attention,
+    ATTEND_PARTS,
     QUANTIZED_LINEAR,
 )
 

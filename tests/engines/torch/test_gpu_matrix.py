@@ -126,7 +126,14 @@ def test_experts_of_an_fp8_run_are_said_to_be_in_bf16() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp=2,micro_batch=2", "dp=2,shard=full,micro_batch=1", "dp=2,shard=zero2,micro_batch=1"]
+    "layout",
+    [
+        "dp=2,micro_batch=2",
+        "dp=2,shard=full,micro_batch=1",
+        "dp=2,shard=zero2,micro_batch=1",
+        "cp=2,micro_batch=2",
+        "cp=2,recompute=selective,micro_batch=2",
+    ],
 )
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_two_ranks_of_one_gpu_train_in_bf16_as_one_process_does(config: ModelConfig, layout: str) -> None:
