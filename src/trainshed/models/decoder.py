@@ -30,6 +30,7 @@ from trainshed.models.attention import (
     rotary_table,
 )
 from trainshed.models.collectives import ParallelAxes, all_gather, reduce_scatter
+from trainshed.models.compute_weights import ComputeWeight, refresh_compute_weights
 from trainshed.models.documents import AttentionMask, document_masks, document_positions, has_block_attention
 from trainshed.models.embedding import Embedding
 from trainshed.models.latent_attention import MultiHeadLatentAttention
@@ -239,6 +240,8 @@ class DecoderStage(nn.Module):
         self.embedding_dropout = CounterDropout(
             -1, "embedding", regularization.dropout, regularization.seed, spec.device
         )
+        self.compute_weights: dict[str, ComputeWeight] = {}
+        """Copies of weights in the dtype of the products, by the weights' names, where the stage keeps them."""
         self._build_position_tables(spec)
 
     @property
@@ -293,6 +296,7 @@ class DecoderStage(nn.Module):
 
         `sources` [B] are the numbers of the rows' sources, by which a stage with `source_slots` tells its loss apart.
         """
+        refresh_compute_weights(self.compute_weights.values())
         if self.spec.first:
             x = self._embed(x, samples, document_starts)
         positions = self._positions(document_starts)

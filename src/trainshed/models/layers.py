@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from trainshed.models.lora import LoraAdapters
     from trainshed.models.quantization import QuantizedWeight
 
-MatmulFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""How a projection multiplies: (input [..., in], weight [out, in] in any precision) to [..., out]."""
+MatmulFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""How a projection multiplies: (input [..., in], weight [out, in] in any precision, its copy in the dtype of the
+products, if one is kept) to [..., out]."""
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply x [..., in] with a weight [out, in] in the dtype of x: [..., out]."""
     if weight.dtype != x.dtype and weight.requires_grad:
-        return _MasterWeightProduct.apply(x, weight)
+        return _MasterWeightProduct.apply(x, weight, copy)
     return F.linear(x, weight.to(x.dtype))
 
 
@@ -39,21 +40,21 @@ class _MasterWeightProduct(torch.autograd.Function):
     """x · Wᵀ in the dtype of x; the gradient of W comes out of its product in W's own dtype, without a pass to cast."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        narrow = weight.to(x.dtype)
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
+        narrow = weight.to(x.dtype) if copy is None or copy.dtype != x.dtype else copy
         ctx.save_for_backward(x, narrow)
         ctx.weight_dtype = weight.dtype
         return F.linear(x, narrow)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
         (grad,) = grads
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
         if rows.is_cuda:
-            return grad_x, torch.mm(rows.t(), inputs, out_dtype=ctx.weight_dtype)
-        return grad_x, (rows.t() @ inputs).to(ctx.weight_dtype)
+            return grad_x, torch.mm(rows.t(), inputs, out_dtype=ctx.weight_dtype), None
+        return grad_x, (rows.t() @ inputs).to(ctx.weight_dtype), None
 
 
 class Linear(nn.Module):
@@ -69,6 +70,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.matmul: MatmulFunction = linear
         """Replaced by a float8 product if the recipe asks for it."""
+        self.compute_weight: torch.Tensor | None = None
+        """A copy of the weight in the dtype of the products, where the model keeps one (`compute_weights.py`)."""
         self.lora: LoraAdapters | None = None
         self.quantized: QuantizedWeight | None = None
         """In place of `weight`, where frozen weights are held in fewer bits."""
@@ -85,7 +88,7 @@ class Linear(nn.Module):
 
     def base_product(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply with the weight alone."""
-        return self.matmul(x, self.weight) if self.quantized is None else self.quantized.matmul(x)
+        return self.matmul(x, self.weight, self.compute_weight) if self.quantized is None else self.quantized.matmul(x)
 
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight as it is multiplied: [out_features, in_features]."""

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainshed.models.collectives import ParallelAxes, all_gather, all_reduce, all_to_all, reduce_scatter
+from trainshed.models.compute_weights import in_compute_dtype
 from trainshed.models.layers import MLP, Linear, Norm, apply_activation
 from trainshed.recipe import ModelConfig
 from trainshed.recipe.model_parts import Moe
@@ -55,18 +56,24 @@ class GroupedExperts(nn.Module):
             self.down_bias = nn.Parameter(torch.empty(count, config.hidden))
         self.etp = axes.etp
         self.lora: ExpertAdapters | None = None
+        self.compute_weights: dict[str, torch.Tensor] = {}
+        """Copies of weights in the dtype of the products, by their names, where the model keeps them."""
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send rows, sorted by expert, through their experts: [rows, H] to [rows, H]; counts: int64 [e]."""
-        up = (self.gate_up if self.config.gated else self.up).to(x.dtype)
+        up = self._weight("gate_up" if self.config.gated else "up", x.dtype)
         groups = counts.cumsum(0).to(torch.int32) if x.is_cuda and x.dtype == torch.bfloat16 else counts.tolist()
         up_bias, down_bias = self._biases(x, counts) if self.config.mlp_bias else (None, None)
         hidden = _add(grouped_linear(x, up, groups), up_bias)
         adapters = self.lora if self.lora is not None and self.lora.enabled else None
         hidden = hidden if adapters is None else hidden + adapters.up(x, groups)
         hidden = apply_activation(hidden, self.config, interleaved=self.gate_up_interleaved)
-        out = _add(grouped_linear(hidden, self.down.to(x.dtype), groups), down_bias)
+        out = _add(grouped_linear(hidden, self._weight("down", x.dtype), groups), down_bias)
         return out if adapters is None else out + adapters.down(hidden, groups)
+
+    def _weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return stacked weights as they are multiplied."""
+        return in_compute_dtype(getattr(self, name), dtype, self.compute_weights.get(name))
 
     def _biases(self, x: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the biases of each row's expert, of the up projection and of the down projection.
@@ -189,16 +196,16 @@ class MoE(nn.Module):
     ) -> torch.Tensor:
         """Tokens [T, H] to their experts [T, K], weighted by [T, K], and back."""
         by_expert = expert_ids.flatten().argsort(stable=True)
-        copies = tokens[:, None].expand(-1, self.moe.top_k, -1)
+        places = inverse_permutation(by_expert).view_as(expert_ids)
+        rows = _CopyToExperts.apply(tokens, by_expert, places)
         if self.moe.scale_inputs:
-            copies = copies * weights[..., None].to(copies.dtype)
-        copies = copies.flatten(0, 1)
-        rows = permute_rows(copies, by_expert)
+            rows = rows * permute_rows(weights.flatten(), by_expert)[:, None].to(rows.dtype)
         counts = torch.zeros(self.moe.experts, dtype=torch.int64, device=tokens.device)
         counts = counts.scatter_add_(0, expert_ids.flatten(), torch.ones_like(expert_ids.flatten()))
         out = self.experts(rows, counts) if self.axes.ep.size == 1 else self._dispatch_over_ep(rows, counts)
-        out = permute_rows(out, inverse_permutation(by_expert)).view(*expert_ids.shape, -1)
-        return (out if self.moe.scale_inputs else out * weights[..., None].to(out.dtype)).sum(1)
+        if self.moe.scale_inputs:
+            weights = torch.ones_like(weights)
+        return _WeightedSum.apply(out, weights, by_expert, places)
 
     def _dispatch_over_ep(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send rows, sorted by expert, to the ranks that hold the experts, and return the results in the same order."""
@@ -271,3 +278,58 @@ class _PermuteRows(torch.autograd.Function):
 def permute_rows(x: torch.Tensor, permutation: torch.Tensor) -> torch.Tensor:
     """Return row permutation[i] of x as row i."""
     return _PermuteRows.apply(x, permutation)
+
+
+class _CopyToExperts(torch.autograd.Function):
+    """Copies tokens [T, H] into rows sorted by expert [T · K, H].
+
+    Row i is a copy for choice `by_expert[i]`, counted through all tokens; `places` [T, K] are the rows of each token.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, by_expert: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return tokens[by_expert // places.shape[1]]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return _sum_rows(grads[0], places, None), None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    """Adds the rows of each token, times their weights [T, K]: the way back of `_CopyToExperts`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, by_expert: torch.Tensor, places: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights, by_expert, places)
+        return _sum_rows(rows, places, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+        rows, weights, by_expert, places = ctx.saved_tensors
+        (grad,) = grads
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        of_rows = grad[by_expert // places.shape[1]] * weights.flatten()[by_expert][:, None].to(grad.dtype)
+        if not ctx.needs_input_grad[1]:
+            return of_rows, None, None, None
+        of_weights = (grad[:, None].to(wide) * rows[places].to(wide)).sum(-1)
+        return of_rows, of_weights.to(weights.dtype), None, None
+
+
+def _sum_rows(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Return the sum of each token's rows [T, H], in the order of its choices.
+
+    One addition after the other, which compiles to a single kernel at the speed of memory. A sum over a dim of K makes
+    a kernel that takes five times as long.
+    """
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total: torch.Tensor | None = None
+    for choice in range(places.shape[1]):
+        part = rows[places[:, choice]].to(wide)
+        part = part if weights is None else part * weights[:, choice, None].to(wide)
+        total = part if total is None else total + part
+    assert total is not None, "a token has at least one expert"
+    return total.to(rows.dtype)

@@ -84,8 +84,9 @@ class AdapterMatmul:
                 if native.row_scale is not None:
                     self._row_scales[adapter] = native.row_scale.to(dtype)
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply rows [T, …, C] with the weight [R, C] and the adapters of the running step."""
+        assert copy is None, "served weights are in the dtype of the products"
         out = F.linear(x, weight)
         rows = self._step.rows
         if rows is None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trainshed.engines.torch.float8 import convert_to_float8
 from trainshed.engines.torch.parallel import ParallelMesh, apply_fsdp, check_sharding, shard_axis
 from trainshed.models.collectives import SINGLE_RANK, AxisGroup
+from trainshed.models.compute_weights import ComputeWeight
 from trainshed.models.decoder import DecoderStage, DecoderStageSpec, LossNormalization, Regularization
 from trainshed.models.layers import Linear, linear
 from trainshed.models.lora import add_adapters
@@ -42,7 +43,7 @@ class ParameterShard:
     every expert-tensor-parallel rank holds whole. `tied` marks the embedding that the first and last stage share.
     `gates_first` is the dim along which a frozen tensor has all gates before all ups, within the box that model
     parallelism gives this rank; None: it is stored as the table has it. `replicas` are the axes along which ranks hold
-    the same box; its owner is the first of each.
+    the same box; its owner is the first of each. `compute_weight` is its copy for the products, where one is kept.
     """
 
     parameter: Parameter
@@ -54,6 +55,7 @@ class ParameterShard:
     tied: bool
     gates_first: int | None = None
     replicas: tuple[AxisGroup, ...] = ()
+    compute_weight: ComputeWeight | None = None
 
     @property
     def name(self) -> str:
@@ -132,6 +134,7 @@ def collect_parameter_shards(
                     tied,
                     _gates_first_dim(stage, parameter),
                     tuple(axis for axis in replicas if axis.size > 1),
+                    stage.compute_weights.get(name),
                 )
             )
     return shards
@@ -210,6 +213,11 @@ class RankModel:
         return [shard for shard in self.frozen_shards if shard.parameter.buffer and self.lora is None]
 
     @property
+    def compute_weights(self) -> list[ComputeWeight]:
+        """The copies of weights that are kept for the products."""
+        return [weight for stage in self.stages for weight in stage.compute_weights.values()]
+
+    @property
     def sharded(self) -> bool:
         """Whether FSDP holds the tensors."""
         return isinstance(self.stages[0], FSDPModule)
@@ -279,6 +287,8 @@ def build_model(
                 block.compile(fullgraph=config.moe is None)
         apply_fsdp(stage, mesh, dtype, master_dtype)
         stage.to_empty(device=device)
+        if _keeps_compute_weights(stage, dtype):
+            _add_compute_weights(stage, dtype)
         stages.append(stage)
     shards = collect_parameter_shards(stages, config, mesh, lora, added)
     return RankModel(
@@ -294,6 +304,31 @@ def build_model(
         collect_quantized_shards(stages, config, mesh),
         added,
     )
+
+
+def _keeps_compute_weights(stage: DecoderStage, dtype: torch.dtype) -> bool:
+    """Whether a stage keeps copies of its weights for the products.
+
+    Not under FSDP, which casts what it gathers, nor with LoRA, whose frozen weights have the dtype of the products. Not
+    with recompute or offload either: there a cast weight lives for one layer, and copies of all would take memory.
+    """
+    if isinstance(stage, FSDPModule) or stage.spec.recompute != "none" or stage.spec.offload is not None:
+        return False
+    return all(
+        module.quantized is None and module.weight.requires_grad and module.weight.dtype != dtype
+        for module in projections(stage)
+    )
+
+
+def _add_compute_weights(stage: DecoderStage, dtype: torch.dtype) -> None:
+    for module_name, module in stage.named_modules():
+        if isinstance(module, Linear) and "router" not in module_name:
+            copy = stage.compute_weights[f"{module_name}.weight"] = ComputeWeight(module.weight, dtype)
+            module.compute_weight = copy.tensor
+        elif isinstance(module, GroupedExperts):
+            for name in ("gate_up" if stage.config.gated else "up", "down"):
+                copy = stage.compute_weights[f"{module_name}.{name}"] = ComputeWeight(getattr(module, name), dtype)
+                module.compute_weights[name] = copy.tensor
 
 
 def collect_quantized_shards(

@@ -110,8 +110,12 @@ class AdamW:
     ) -> None:
         corrections, rate, update = self._corrections(scale, skip), torch.tensor(lr), _compiled_update()
         for i, gradient in gradients:
-            parts = [self.shards[i].local_tensor, gradient, self.exp_avg[i], self.exp_avg_sq[i]]
-            update(*(part.view(-1) for part in parts), corrections, rate, *self._constants(decay))
+            shard = self.shards[i]
+            parts = [shard.local_tensor, gradient, self.exp_avg[i], self.exp_avg_sq[i]]
+            copy = None if shard.compute_weight is None else shard.compute_weight.tensor.view(-1)
+            update(*(part.view(-1) for part in parts), copy, corrections, rate, *self._constants(decay))
+            if shard.compute_weight is not None:
+                shard.compute_weight.mark_written()
 
     def _update_rounded(
         self, gradients: _Gradients, lr: float, decay: float, scale: torch.Tensor, skip: torch.Tensor
@@ -180,14 +184,18 @@ def _update_one(
     gradient: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
+    copy: torch.Tensor | None,
     corrections: torch.Tensor,
     *options: Any,
 ) -> None:
-    """Update one flat tensor; the rest is as `_new_values` takes it."""
+    """Update one flat tensor, and its copy for the products; the rest is as `_new_values` takes it."""
     new_values = _new_values(weight, gradient, exp_avg, exp_avg_sq, corrections, *options)
     skip = corrections[3] > 0
-    for tensor, new in zip((weight, exp_avg, exp_avg_sq), new_values, strict=True):
-        tensor.copy_(torch.where(skip, tensor, new))
+    chosen = [torch.where(skip, *pair) for pair in zip((weight, exp_avg, exp_avg_sq), new_values, strict=True)]
+    if copy is not None:
+        copy.copy_(chosen[0])
+    for tensor, new in zip((weight, exp_avg, exp_avg_sq), chosen, strict=True):
+        tensor.copy_(new)
 
 
 def _update_one_rounded(

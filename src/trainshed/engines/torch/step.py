@@ -297,6 +297,8 @@ class StepRunner:
             cross_entropy = figures["loss"] - sum(figures[term] for term in LOSS_TERMS[1:])
             skip = self.spikes.skip(cross_entropy, norm, skip)
             figures.add_summed(SPIKE_FIGURES, self.spikes.figures())
+        for weight in self.model.compute_weights:
+            weight.mark_stale()
         self.optimizer.step(lr, norm, skip)
         if self.average is not None:
             self.average.update(skip)
