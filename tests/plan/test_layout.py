@@ -267,8 +267,8 @@ def test_a_layout_on_the_command_line_is_read_as_the_recipe_would() -> None:
         (
             "zz=1",
             "unknown key `zz`",
-            "known here: tp, pp, vp, cp, ep, etp, dp, replicate, shard, micro_batch, recompute, offload, schedule, "
-            "stages",
+            "known here: tp, pp, vp, cp, ep, etp, dp, replicate, shard, micro_batch, recompute, offload, overlap, "
+            "schedule, stages",
         ),
         ("tp=2,tp=4", "`tp` is there twice", "keep one of them"),
         ("tp", "`tp` is not a key of a layout with its value", "write for example tp=2,pp=2"),

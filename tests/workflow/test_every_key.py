@@ -262,6 +262,7 @@ CHANGES = {
             ("micro_batch", PHASED, "{micro_batch: 2}"),
             ("recompute", PHASED, "{recompute: full}"),
             ("offload", PHASED, "{offload: activations}"),
+            ("overlap", PHASED, "{tp: 2, overlap: tp}"),
             ("schedule", PHASED, "{pp: 2, schedule: gpipe}"),
             ("stages", PHASED, "{pp: 2, stages: [10, 22]}"),
         )
@@ -352,6 +353,7 @@ CHANGES = {
     "layout.micro_batch": Change("layout.micro_batch=2"),
     "layout.recompute": Change("layout.recompute=full"),
     "layout.offload": Change("layout.offload=activations"),
+    "layout.overlap": Change("layout.overlap=tp", "layout.tp=2"),
     "layout.schedule": Change("layout.schedule=gpipe", "layout.pp=2"),
     "layout.stages": Change("layout.stages=[10, 22]", "layout.pp=2"),
     "engine.name": Change("engine=megatron", "engine=torch"),

@@ -220,7 +220,7 @@ PRETRAINING_UNSAID: Mapping[str, str] = {
     ),
     **dict.fromkeys(("data.format", *(f"data.{key}" for key in CHAT_KEYS)), "the engine pretrains on text"),
     "train.epochs": "the length of the run is written in steps",
-    **dict.fromkeys(("train.mode", "train.lora", "layout.offload"), REFUSED),
+    **dict.fromkeys(("train.mode", "train.lora", "layout.offload", "layout.overlap"), REFUSED),
 }
 """What engines that pretrain on prepared tokens are not told, and why."""
 

@@ -138,7 +138,7 @@ class Attention(nn.Module):
         samples: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute queries [S, B, G · r, D], keys and values [S, B, G, D] of this rank's tokens, rotated by position."""
-        projected = self.qkv(all_gather(self.norm(x), self.axes.tp), samples)
+        projected = self.qkv.gathered(self.norm(x), self.axes.tp, samples)
         length, batch = projected.shape[:2]
         heads = projected.view(length, batch, self.kv_groups, self.queries_per_group + 2, self.config.head_dim)
         query, key, value = heads.split([self.queries_per_group, 1, 1], dim=3)

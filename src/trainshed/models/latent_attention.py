@@ -86,7 +86,7 @@ class MultiHeadLatentAttention(nn.Module):
         latent, rotary_key = self.kv_down(normed, samples).split([mla.kv_rank, mla.rope_dim], dim=-1)
         parts = [self.kv_norm(latent), rotary_key]
         if mla.query_rank is None:
-            queries = self.q(all_gather(normed, tp), samples)
+            queries = self.q.gathered(normed, tp, samples)
             latent, rotary_key = self._gather_over_tp(parts)
         else:
             parts.append(self.q_norm(self.q_down(normed, samples)))

@@ -17,44 +17,12 @@ from torch import nn
 
 from trainshed.models.collectives import AxisGroup, ParallelAxes, all_gather, reduce_scatter
 from trainshed.models.init import dropout_mask_compiled, rng_key, rng_key_tensor
+from trainshed.models.products import MatmulFunction, gather_linear, linear, linear_scatter
 from trainshed.recipe import ModelConfig
 
 if TYPE_CHECKING:
     from trainshed.models.lora import LoraAdapters
     from trainshed.models.quantization import QuantizedWeight
-
-MatmulFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""How a projection multiplies: (input [..., in], weight [out, in] in any precision, its copy in the dtype of the
-products, if one is kept) to [..., out]."""
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply x [..., in] with a weight [out, in] in the dtype of x: [..., out]."""
-    if weight.dtype != x.dtype and weight.requires_grad:
-        return _MasterWeightProduct.apply(x, weight, copy)
-    return F.linear(x, weight.to(x.dtype))
-
-
-@torch._dynamo.allow_in_graph  # traced by itself, its results would be kept whatever `recompute` says
-class _MasterWeightProduct(torch.autograd.Function):
-    """x · Wᵀ in the dtype of x; the gradient of W comes out of its product in W's own dtype, without a pass to cast."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
-        narrow = weight.to(x.dtype) if copy is None or copy.dtype != x.dtype else copy
-        ctx.save_for_backward(x, narrow)
-        ctx.weight_dtype = weight.dtype
-        return F.linear(x, narrow)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        (grad,) = grads
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
-        if rows.is_cuda:
-            return grad_x, torch.mm(rows.t(), inputs, out_dtype=ctx.weight_dtype), None
-        return grad_x, (rows.t() @ inputs).to(ctx.weight_dtype), None
 
 
 class Linear(nn.Module):
@@ -75,10 +43,19 @@ class Linear(nn.Module):
         self.lora: LoraAdapters | None = None
         self.quantized: QuantizedWeight | None = None
         """In place of `weight`, where frozen weights are held in fewer bits."""
+        self.overlaps = False
+        """Whether the product hides its tensor-parallel collective (`layout.overlap: tp`)."""
 
     def forward(self, x: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
         """Project in the input's dtype; `samples` are the run's sample numbers [B], for the dropout of adapters."""
         out = self.product(x, samples)
+        return out if self.bias is None else out + self.bias.to(x.dtype)
+
+    def gathered(self, x: torch.Tensor, tp: AxisGroup, samples: torch.Tensor | None = None) -> torch.Tensor:
+        """Project the tokens of all tensor-parallel ranks, of which this rank has [s, B, in_features]."""
+        if not self.overlaps:
+            return self(all_gather(x, tp), samples)
+        out = gather_linear(x, self.weight, self.compute_weight, tp)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
     def product(self, x: torch.Tensor, samples: torch.Tensor | None) -> torch.Tensor:
@@ -104,7 +81,10 @@ class RowParallelLinear(Linear):
 
     def forward(self, x: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
         """Project [S, B, in_features] to this rank's tokens [s, B, out_features]."""
-        out = reduce_scatter(self.product(x, samples), self.group)
+        if self.overlaps:
+            out = linear_scatter(x, self.weight, self.compute_weight, self.group)
+        else:
+            out = reduce_scatter(self.product(x, samples), self.group)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
@@ -271,7 +251,7 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
         """Transform this rank's tokens [s, B, H]; `samples` are for the dropout of adapters."""
         up = self.gate_up if self.config.gated else self.up
-        projected = up(all_gather(self.norm(x), self.axes.tp), samples)
+        projected = up.gathered(self.norm(x), self.axes.tp, samples)
         hidden = apply_activation(projected, self.config, interleaved=up.gate_up_interleaved)
         return self.post_norm(self.down(hidden, samples))
 

@@ -12,13 +12,14 @@ sent to their experts and back by all_to_all. Rows are moved by permutations, so
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainshed.models.collectives import ParallelAxes, all_gather, all_reduce, all_to_all, reduce_scatter
+from trainshed.models.collectives import AxisGroup, ParallelAxes, all_gather, all_reduce, all_to_all, reduce_scatter
 from trainshed.models.compute_weights import in_compute_dtype
 from trainshed.models.layers import MLP, Linear, Norm, apply_activation
 from trainshed.recipe import ModelConfig
@@ -157,19 +158,18 @@ class MoE(nn.Module):
         logits = F.linear(tokens.to(router_dtype), self.router.weight.to(x.dtype).to(router_dtype), bias)
         scores = logits.softmax(-1) if self.moe.scores == "softmax" else logits.sigmoid()
         weights, expert_ids = self._choose(scores)
+        group = self.axes.etp
+        dispatch = self._start_dispatch(all_gather(expert_ids, group))
         figures = self._losses(logits, scores, expert_ids, x.shape[:2], sequence_scale)
         if self.moe.score_bias:
             chosen = torch.ones_like(expert_ids, dtype=figures.dtype).flatten()
             load = figures.new_zeros(self.moe.experts).scatter_add_(0, expert_ids.flatten(), chosen)
             figures = torch.cat([figures, load])
-        group = self.axes.etp
-        out = self._dispatch_and_combine(
-            all_gather(tokens, group), all_gather(weights, group), all_gather(expert_ids, group)
-        )
+        # What needs no other rank is queued first: the device has work while the host waits for the sizes.
+        shared = self.shared(x, samples) if self.moe.shared_ffn else None
+        out = self._dispatch_and_combine(all_gather(tokens, group), all_gather(weights, group), dispatch)
         out = reduce_scatter(out, group).view_as(x)
-        if self.moe.shared_ffn:
-            out = out + self.shared(x, samples)
-        return out, figures
+        return (out if shared is None else out + shared), figures
 
     def _choose(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights and the numbers of each token's experts, [T, K] each; scores are [T, E]."""
@@ -191,34 +191,38 @@ class MoE(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if moe.scores == "sigmoid" else 0.0))
         return (weights if moe.scale == 1.0 else weights * moe.scale), expert_ids
 
-    def _dispatch_and_combine(
-        self, tokens: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor
-    ) -> torch.Tensor:
+    def _start_dispatch(self, expert_ids: torch.Tensor) -> Dispatch:
+        """Count the rows of each expert, and begin to tell the ranks that hold them; expert_ids [T, K]."""
+        counts = torch.zeros(self.moe.experts, dtype=torch.int64, device=expert_ids.device)
+        counts = counts.scatter_add_(0, expert_ids.flatten(), torch.ones_like(expert_ids.flatten()))
+        exchange = None if self.axes.ep.size == 1 else _exchange_counts(counts, self.axes.ep)
+        return Dispatch(expert_ids, counts, exchange)
+
+    def _dispatch_and_combine(self, tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
         """Tokens [T, H] to their experts [T, K], weighted by [T, K], and back."""
-        by_expert = expert_ids.flatten().argsort(stable=True)
-        places = inverse_permutation(by_expert).view_as(expert_ids)
+        by_expert = dispatch.expert_ids.flatten().argsort(stable=True)
+        places = inverse_permutation(by_expert).view_as(dispatch.expert_ids)
         rows = _CopyToExperts.apply(tokens, by_expert, places)
         if self.moe.scale_inputs:
             rows = rows * permute_rows(weights.flatten(), by_expert)[:, None].to(rows.dtype)
-        counts = torch.zeros(self.moe.experts, dtype=torch.int64, device=tokens.device)
-        counts = counts.scatter_add_(0, expert_ids.flatten(), torch.ones_like(expert_ids.flatten()))
-        out = self.experts(rows, counts) if self.axes.ep.size == 1 else self._dispatch_over_ep(rows, counts)
+        if dispatch.exchange is None:
+            out = self.experts(rows, dispatch.counts)
+        else:
+            out = self._dispatch_over_ep(rows, dispatch.exchange)
         if self.moe.scale_inputs:
             weights = torch.ones_like(weights)
         return _WeightedSum.apply(out, weights, by_expert, places)
 
-    def _dispatch_over_ep(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _dispatch_over_ep(self, rows: torch.Tensor, exchange: CountExchange) -> torch.Tensor:
         """Send rows, sorted by expert, to the ranks that hold the experts, and return the results in the same order."""
-        ep = self.axes.ep
-        local_experts = self.moe.experts // ep.size
-        received_counts = _all_to_all_counts(counts, ep)  # [ep, e]: rows from each rank for each of this rank's experts
-        send, receive = counts.view(ep.size, local_experts).sum(1).tolist(), received_counts.sum(1).tolist()
+        ep, counts = self.axes.ep, exchange.received
+        send, receive = exchange.read_sizes()
         received = all_to_all(rows, receive, send, ep)
-        expert = (
-            torch.arange(local_experts, device=rows.device).repeat(ep.size).repeat_interleave(received_counts.flatten())
-        )
+        local_experts = torch.arange(counts.shape[1], device=rows.device).repeat(ep.size)
+        # With the size, which is known by now, the device is not asked for it.
+        expert = local_experts.repeat_interleave(counts.flatten(), output_size=sum(receive))
         by_expert = expert.argsort(stable=True)
-        out = self.experts(permute_rows(received, by_expert), received_counts.sum(0))
+        out = self.experts(permute_rows(received, by_expert), counts.sum(0))
         return all_to_all(permute_rows(out, inverse_permutation(by_expert)), send, receive, ep)
 
     def _losses(
@@ -247,12 +251,52 @@ class MoE(nn.Module):
         return torch.stack([balance, z])
 
 
-def _all_to_all_counts(counts: torch.Tensor, ep: Any) -> torch.Tensor:
-    local_experts = counts.numel() // ep.size
+@dataclass(frozen=True)
+class CountExchange:
+    """How many rows go to each ep rank and come from it; the host learns it while the device goes on.
+
+    An all_to_all takes its sizes from the host, so there is one wait for each layer and micro-batch. It is a wait for
+    the counts alone, not for what was queued after them.
+    """
+
+    received: torch.Tensor
+    """[ep, e]: rows from each rank for each of this rank's experts."""
+    sizes: torch.Tensor
+    """[2, ep] on the host: rows to each rank, and from it."""
+    arrived: torch.cuda.Event | None
+
+    @torch._dynamo.disable
+    def read_sizes(self) -> tuple[list[int], list[int]]:
+        """Wait for the sizes; returns rows to each rank, and from it."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        send, receive = self.sizes.tolist()
+        return send, receive
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Which experts [T, K] tokens go to, the rows of each expert [E], and with ep what ranks tell each other of it."""
+
+    expert_ids: torch.Tensor
+    counts: torch.Tensor
+    exchange: CountExchange | None
+
+
+@torch._dynamo.disable
+def _exchange_counts(counts: torch.Tensor, ep: AxisGroup) -> CountExchange:
+    """Tell each ep rank how many rows come for its experts, and begin to copy the sizes to the host."""
     # Integers carry no gradient, so the plain collective is enough.
     received = torch.empty_like(counts)
     torch.distributed.all_to_all_single(received, counts, group=ep.process_group)
-    return received.view(ep.size, local_experts)
+    sent, received = (x.view(ep.size, -1) for x in (counts, received))
+    sizes = torch.stack([sent.sum(1), received.sum(1)])
+    if not sizes.is_cuda:
+        return CountExchange(received, sizes, None)
+    host = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True).copy_(sizes, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return CountExchange(received, host, arrived)
 
 
 def inverse_permutation(permutation: torch.Tensor) -> torch.Tensor:

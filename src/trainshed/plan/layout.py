@@ -18,7 +18,7 @@ from typing import Any
 
 from trainshed.errors import InputError
 from trainshed.recipe import Layout, ModelConfig, Recipe, yaml_io
-from trainshed.recipe.layout import Offload, PipelineSchedule, Recompute, Shard
+from trainshed.recipe.layout import Offload, Overlap, PipelineSchedule, Recompute, Shard
 from trainshed.recipe.validation import nearest_key, sibling_keys
 from trainshed.recipe.yaml_io import dotted_key
 
@@ -66,6 +66,7 @@ class RankLayout:
     schedule: PipelineSchedule | None
     stages: tuple[int, ...]
     offload: Offload | None = None
+    overlap: Overlap | None = None
     uneven: bool = False
     """Some dp ranks have one sample more than others, which get padding without a loss: a run that lost nodes."""
 
@@ -236,6 +237,7 @@ def resolve_layout(layout: Layout, config: ModelConfig, *, world_size: int | Non
         schedule=schedule,
         stages=layout.stages or even_stages(config.layers, layout.pp * layout.vp),
         offload=layout.offload,
+        overlap=layout.overlap,
     )
 
 
@@ -284,6 +286,8 @@ def describe_layout(layout: RankLayout) -> str:
     parts = [str(layout), f"micro_batch {layout.micro_batch}", f"recompute {layout.recompute}"]
     if layout.offload is not None:
         parts.append(f"offload {layout.offload}")
+    if layout.overlap is not None:
+        parts.append(f"overlap {layout.overlap}")
     if layout.schedule not in (None, "1f1b", "interleaved"):
         parts.append(f"schedule {layout.schedule}")
     return ", ".join(parts)
@@ -296,7 +300,7 @@ def distinct_names(*layouts: RankLayout, describe: Callable[[RankLayout], str] =
     `cp16 full with micro_batch 2`.
     """
     names = [describe(layout) for layout in layouts]
-    for key in ("shard", "micro_batch", "recompute", "offload", "schedule", "stages"):
+    for key in ("shard", "micro_batch", "recompute", "offload", "overlap", "schedule", "stages"):
         if len(set(names)) == len(set(layouts)):
             break
         values = [_format_value(getattr(layout, key)) for layout in layouts]
@@ -315,7 +319,8 @@ def format_layout(layout: RankLayout) -> str:
     Unequal chunks are written out, since Megatron requires it.
     """
     keys = Layout.model_fields
-    names = ("tp", "pp", "vp", "cp", "ep", "etp", "replicate", "shard", "micro_batch", "recompute", "offload")
+    axes = ("tp", "pp", "vp", "cp", "ep", "etp", "replicate")
+    names = (*axes, "shard", "micro_batch", "recompute", "offload", "overlap")
     parts = [f"{name}={getattr(layout, name)}" for name in names if getattr(layout, name) != keys[name].default]
     if layout.schedule not in (None, "interleaved" if layout.vp > 1 else "1f1b"):
         parts.append(f"schedule={layout.schedule}")

@@ -15,6 +15,7 @@ from trainshed.recipe.section import PositiveInt, Problem, Section, by_shape
 Shard = Literal["none", "zero1", "zero2", "full"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["activations"]
+Overlap = Literal["tp"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
@@ -38,6 +39,11 @@ class Layout(Section):
     recompute: Recompute = Field("none", description="Activations computed again in backward")
     offload: Offload | None = Field(
         None, description="What waits in the host's memory between forward and backward; left out: nothing"
+    )
+    overlap: Overlap | None = Field(
+        None,
+        description="What is hidden by cutting products into parts: the communication of tp, "
+        "between GPUs that read each other's memory; left out: nothing",
     )
     schedule: PipelineSchedule | None = Field(
         None, description="Pipeline schedule; left out: 1f1b, or interleaved where vp > 1"
@@ -66,6 +72,8 @@ class Layout(Section):
                 f"{self.schedule} has one chunk per rank, and vp is {self.vp}",
                 "write `schedule: interleaved`, or delete vp",
             )
+        if self.overlap == "tp" and self.tp == 1:
+            yield Problem(("overlap",), "there is no communication of tp to hide: tp is 1", "write tp: 2, or delete it")
         if self.stages is not None and len(self.stages) != self.pp * self.vp:
             yield Problem(
                 ("stages",),

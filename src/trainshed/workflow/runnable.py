@@ -171,6 +171,12 @@ def _engine_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.engine.name != "torch":
         return
     train = recipe.train
+    if not isinstance(recipe.layout, str) and recipe.layout.overlap == "tp" and train.precision == "fp8":
+        yield Problem(
+            ("layout", "overlap"),
+            "products in fp8 are not cut into parts that hide the communication of tp",
+            "write `precision: bf16`, or delete `overlap`",
+        )
     if train.lora is not None and train.lora.quantize is not None and train.precision == "fp8":
         yield Problem(
             ("train", "lora", "quantize"),

@@ -133,6 +133,9 @@ def test_experts_of_an_fp8_run_are_said_to_be_in_bf16() -> None:
         "dp=2,shard=zero2,micro_batch=1",
         "cp=2,micro_batch=2",
         "cp=2,recompute=selective,micro_batch=2",
+        "tp=2,micro_batch=2",
+        "tp=2,overlap=tp,micro_batch=2",
+        "tp=2,overlap=tp,recompute=full,micro_batch=2",
     ],
 )
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])

@@ -60,6 +60,8 @@ class DeviceRun:
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
         if self.device == "cuda":
             torch.cuda.set_device(0)
+            # PyTorch takes ranks of one GPU for a mistake, by itself.
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
         answers.put(self._train())
         dist.destroy_process_group()

@@ -20,12 +20,13 @@ from trainshed.engines.torch.parallel import ParallelMesh, apply_fsdp, check_sha
 from trainshed.models.collectives import SINGLE_RANK, AxisGroup
 from trainshed.models.compute_weights import ComputeWeight
 from trainshed.models.decoder import DecoderStage, DecoderStageSpec, LossNormalization, Regularization
-from trainshed.models.layers import Linear, linear
+from trainshed.models.layers import Linear
 from trainshed.models.lora import add_adapters
 from trainshed.models.loss import LOSS_TERMS
 from trainshed.models.moe import ROUTER_LOSS_TERMS, GroupedExperts
 from trainshed.models.offload import ActivationOffload
 from trainshed.models.parameters import AddedRows, Parameter, lora_parameters, parameters
+from trainshed.models.products import linear
 from trainshed.models.quantization import QuantizedWeight
 from trainshed.recipe import Lora, ModelConfig
 
@@ -287,6 +288,9 @@ def build_model(
                 block.compile(fullgraph=config.moe is None)
         apply_fsdp(stage, mesh, dtype, master_dtype)
         stage.to_empty(device=device)
+        if layout.overlap == "tp":
+            for module in projections(stage):
+                module.overlaps = True
         if _keeps_compute_weights(stage, dtype):
             _add_compute_weights(stage, dtype)
         stages.append(stage)

@@ -75,6 +75,8 @@ def build_mesh(layout: RankLayout, device: torch.device, config: ModelConfig) ->
         etp=groups.axis(_along(expert, 3)),
         sequence=groups.axis(dense.reshape(-1, layout.cp * layout.tp)),
     )
+    if layout.overlap == "tp":
+        _share_memory(axes.tp, device)
     fsdp_mesh = expert_fsdp_mesh = None
     if max(layout.dp * layout.cp, layout.edp if layout.ep * layout.etp < layout.stage_ranks else 1) > 1:
         dense_ranks, expert_ranks = _fsdp_ranks(layout, ranks)
@@ -95,6 +97,24 @@ def build_mesh(layout: RankLayout, device: torch.device, config: ModelConfig) ->
         tied_embedding,
         groups.count,
     )
+
+
+def _share_memory(tp: AxisGroup, device: torch.device) -> None:
+    """Let the GPUs of a tensor-parallel group read each other's memory; they meet here, before any product does."""
+    if device.type != "cuda":
+        return
+    from torch.distributed import _symmetric_memory
+
+    try:
+        _symmetric_memory.enable_symm_mem_for_group(tp.ranks.group_name)
+        _symmetric_memory.get_symm_mem_workspace(tp.ranks.group_name, min_size=1)
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(
+            f"the {tp.size} GPUs of a tensor-parallel group cannot read each other's memory: {reason}",
+            where="layout.overlap",
+            hint="delete it, or keep tp within a node whose GPUs are joined by NVLink",
+        ) from error
 
 
 def _along(ranks: torch.Tensor, axis: int) -> torch.Tensor:

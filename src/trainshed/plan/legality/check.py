@@ -27,6 +27,7 @@ _TORCH_RULES: tuple[LayoutRule, ...] = (
     rules.check_torch_quantized,
     rules.check_torch_recompute,
     rules.check_torch_offload,
+    rules.check_torch_overlap,
     rules.check_replicate,
     rules.check_equal_shares,
     rules.check_torch_schedule,
@@ -45,6 +46,7 @@ _MEGATRON_RULES: tuple[LayoutRule, ...] = (
     rules.check_equal_shares,
     rules.check_megatron_schedule,
     rules.check_no_offload,
+    rules.check_no_overlap,
 )
 _TORCHTUNE_RULES: tuple[LayoutRule, ...] = (
     rules.check_torchtune_axes,
@@ -53,6 +55,7 @@ _TORCHTUNE_RULES: tuple[LayoutRule, ...] = (
     rules.check_torchtune_sharding,
     rules.check_torchtune_recompute,
     rules.check_torchtune_offload,
+    rules.check_no_overlap,
     rules.check_equal_shares,
 )
 _ENGINE_RULES: dict[str, tuple[LayoutRule, ...]] = {

@@ -291,6 +291,36 @@ def check_torch_offload(layout: RankLayout, model: ModelShape, context: Legality
         )
 
 
+def check_torch_overlap(layout: RankLayout, model: ModelShape, context: LegalityContext) -> Iterator[Problem]:
+    """A product that hides its collective is one operation: it is not cut into what is kept and what is repeated."""
+    if layout.overlap is None:
+        return
+    if layout.recompute == "selective":
+        yield key_problem(
+            "overlap",
+            "recompute: selective keeps products, and these come with the gathered tokens, which it would keep too",
+            "write recompute: none or full, or delete overlap",
+        )
+    if layout.schedule == "zero_bubble":
+        yield key_problem(
+            "overlap",
+            "zero_bubble makes two backward passes, and each would communicate",
+            "write schedule: 1f1b, or delete overlap",
+        )
+    if context.lora:
+        yield key_problem("overlap", "adapters need the gathered tokens by themselves", "delete overlap")
+
+
+def check_no_overlap(layout: RankLayout, model: ModelShape, context: LegalityContext) -> Iterator[Problem]:
+    """Megatron hides this communication in its own way, with its own buffers; torchtune does not hide it."""
+    if layout.overlap is not None:
+        yield key_problem(
+            "overlap",
+            "is read by the engine torch alone",
+            "delete it; Megatron-LM and NeMo have engine.args: {tp_comm_overlap: true}",
+        )
+
+
 def check_no_offload(layout: RankLayout, model: ModelShape, context: LegalityContext) -> Iterator[Problem]:
     """Megatron's own offload is another: it names modules or counts layers."""
     if layout.offload is not None:

@@ -148,6 +148,7 @@ class SearchSpace:
             micro_batch=micro_batch,
             recompute=self.fixed.get("recompute", self._ways()[0]),
             offload=self.fixed.get("offload"),
+            overlap=self.fixed.get("overlap"),
             schedule=schedule,
             stages=tuple(self.fixed.get("stages") or ()) or _stages(self.training.model.layers, pp * vp),
         )
