@@ -105,6 +105,8 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
         and registered_class(kind, name) is not None
     ]
     layout = None if isinstance(recipe.layout, str) else recipe.layout
+    if layout is not None and layout.overlap == "tp":
+        notes.append("planned as if nothing hid tp's communication: what layout.overlap hides was never measured")
     preset = recipe.model.preset or recipe.model.from_ or config.family
     return PlannedModel(
         recipe.name,

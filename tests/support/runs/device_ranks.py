@@ -1,4 +1,8 @@
-"""A few steps of a layout whose ranks share one device: on a GPU by gloo, since NCCL takes one rank per GPU."""
+"""A few steps of a layout on GPUs of this machine, or with all ranks on one device.
+
+NCCL takes one rank per GPU. Ranks that share one meet by gloo, which does for FSDP and experts: the collectives of
+layers (tp, cp) ended such processes without a word (torch 2.11).
+"""
 
 from __future__ import annotations
 
@@ -58,11 +62,10 @@ class DeviceRun:
 
     def _run_rank(self, rank: int, world_size: int, port: int, answers: SimpleQueue) -> None:
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        own_gpus = self.device == "cuda" and torch.cuda.device_count() >= world_size
         if self.device == "cuda":
-            torch.cuda.set_device(0)
-            # PyTorch takes ranks of one GPU for a mistake, by itself.
-            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+            torch.cuda.set_device(rank if own_gpus else 0)
+        dist.init_process_group("nccl" if own_gpus else "gloo", rank=rank, world_size=world_size)
         answers.put(self._train())
         dist.destroy_process_group()
 

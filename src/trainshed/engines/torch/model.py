@@ -283,7 +283,7 @@ def build_model(
             stage.requires_grad_(False)
         if precision == "fp8":
             convert_to_float8(projections(stage), frozen=lora is not None)
-        if compile_blocks:
+        if compile_blocks and _compiles_right(config, dtype, device):
             for block in stage.layers.values():
                 block.compile(fullgraph=config.moe is None)
         apply_fsdp(stage, mesh, dtype, master_dtype)
@@ -308,6 +308,16 @@ def build_model(
         collect_quantized_shards(stages, config, mesh),
         added,
     )
+
+
+def _compiles_right(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether compiled blocks give the gradients of uncompiled ones.
+
+    On an H200 (torch 2.11) compiled blocks of DeepSeek-V3 in fp32 gave a gradient norm of 1.34 where a CPU, and the
+    same blocks with recomputation, gave 1.63; in bf16 they agree. The cause is not known, so what is particular about
+    them is not compiled in fp32: latent attention, and experts, whose loop breaks the graph there.
+    """
+    return device.type != "cuda" or dtype == torch.bfloat16 or (config.mla is None and config.moe is None)
 
 
 def _keeps_compute_weights(stage: DecoderStage, dtype: torch.dtype) -> bool:

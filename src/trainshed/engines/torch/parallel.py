@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -106,7 +107,9 @@ def _share_memory(tp: AxisGroup, device: torch.device) -> None:
     from torch.distributed import _symmetric_memory
 
     try:
-        _symmetric_memory.enable_symm_mem_for_group(tp.ranks.group_name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # some versions of PyTorch no longer need the call
+            _symmetric_memory.enable_symm_mem_for_group(tp.ranks.group_name)
         _symmetric_memory.get_symm_mem_workspace(tp.ranks.group_name, min_size=1)
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]

@@ -274,8 +274,7 @@ def layer_times(training: TrainingShape, layout: RankLayout, kernels: KernelTime
         host += constants.launch_collective_us
     # A further forward pass launches a third of what forward and backward do.
     host *= 1 + ((layout.recompute == "full") + training.preference) / 3
-    tp_overlap = training.options.tp_overlap or layout.overlap == "tp"
-    tp_exposed = 1 - constants.tp_hidden if tp_overlap else 1.0
+    tp_exposed = 1 - constants.tp_hidden if training.options.tp_overlap else 1.0
     ep_exposed = constants.ep_overlapped if training.options.ep_overlap else 1 - constants.ep_hidden
     ep_backward = ep_pass * (2 if layout.recompute == "full" else 1)
     around = PassTimes(0.0, tp_forward * tp_exposed, cp_forward * (1 - constants.cp_hidden), ep_pass * ep_exposed)
