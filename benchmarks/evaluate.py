@@ -27,7 +27,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from measure import table
 from trainshed.serve.evaluation.likelihood import LikelihoodScorer
-from trainshed.serve.evaluation.lm_eval import LoadedTask, ServedLM, TaskOptions, load_tasks, quiet, run_task
+from trainshed.serve.evaluation.lm_eval import (
+    CPU_SEQUENCES,
+    LoadedTask,
+    ServedLM,
+    TaskOptions,
+    load_tasks,
+    quiet,
+    run_task,
+)
 from trainshed.serve.loading import load_model
 
 SIZES: dict[str, Any] = {
@@ -89,7 +97,7 @@ def our_model(folder: Path) -> Iterator[ServedLM]:
     """Load the weights into our own generator."""
     model = load_model(str(folder), device="cpu")
     assert model.tokenizer is not None
-    generator = model.generator()
+    generator = model.generator(max_sequences=CPU_SEQUENCES)
     try:
         yield ServedLM(generator, LikelihoodScorer(model.decoder, max_length=generator.max_length), model.tokenizer)
     finally:

@@ -48,6 +48,8 @@ _DEFAULT_OUTPUT_TOKENS = 256
 """As lm-eval's `hf` model has it."""
 _CONCURRENT_REQUESTS = 8
 """To a server, at a time."""
+CPU_SEQUENCES = 32
+"""Answers at a time on a CPU: more than a server has, since nobody waits for the first of them."""
 _KNOWN_GENERATION_KEYS = {"until", "do_sample", "temperature", "max_gen_toks", "top_p", "top_k"}
 
 

@@ -443,7 +443,13 @@ class Evaluator:
 
     def _generator(self) -> ModelGenerator:
         if self._opened_generator is None:
-            self._opened_generator = self._loaded().generator(eager=self.loading.eager, reporter=self.reporter)
+            model, sequences = self._loaded(), None
+            if self.request.tasks and model.decoder.spec.device.type == "cpu":
+                from trainshed.serve.evaluation.lm_eval import CPU_SEQUENCES as sequences
+
+            self._opened_generator = model.generator(
+                max_sequences=sequences, eager=self.loading.eager, reporter=self.reporter
+            )
             self._stack.callback(self._opened_generator.close)
         return self._opened_generator
 
