@@ -104,6 +104,17 @@ def test_the_reference_is_up_to_date(page: str, render: Callable[[], str], reque
     assert written == render(), "run: python docs/write_reference.py"
 
 
+@pytest.mark.parametrize(("kind", "page"), [(Recipe, recipe_reference()), (Cluster, cluster_reference())])
+def test_the_reference_lists_every_key(kind: Any, page: str) -> None:
+    assert [key for key in key_list(kind) if f"| `{key.rpartition('.')[2]}` |" not in page and key[-1] != "*"] == []
+
+
+def test_the_reference_has_the_keys_that_only_validation_has() -> None:
+    section = recipe_reference().split("## `data.validation`", 1)[1].split("\n## ", 1)[0]
+    for key in ("every", "batches", "prompts", "answer_tokens"):
+        assert f"| `{key}` |" in section
+
+
 def test_every_yaml_block_of_the_guide_is_a_recipe_that_loads(request: pytest.FixtureRequest) -> None:
     guide = (request.config.rootpath / "docs" / "recipe.md").read_text(encoding="utf-8")
     blocks = [block.split("```")[0] for block in guide.split("```yaml\n")[1:]]

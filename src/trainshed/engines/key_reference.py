@@ -45,7 +45,7 @@ def key_reference(name: TableName) -> str:
         lines.append(f"| {_written(keys, name)} | {_ours(path)} | {remark} |")
     text = "\n".join(lines)
     if decided:
-        text += f"\n\nTrainshed chooses, and `engine.args` may choose otherwise: {_written(decided, name)}."
+        text += f"\n\nTrainshed sets these, and `engine.args` can override them: {_written(decided, name)}."
     return f"{text}\n"
 
 

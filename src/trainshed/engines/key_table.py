@@ -34,7 +34,7 @@ OMIT: Final = _NoValue()
 """No value: the engine's key is not rendered, the recipe's key is not written."""
 KEEP: Final = _NoValue()
 """No value either, and the engine's keys are left to `engine.args`."""
-WRITTEN_ANYWAY = "written by Trainshed in any case"
+WRITTEN_ANYWAY = "always set by Trainshed"
 
 
 def _always(task: EngineTask) -> bool:

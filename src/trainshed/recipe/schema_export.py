@@ -14,6 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
 from trainshed.recipe.cluster import Cluster
+from trainshed.recipe.data import SourceKeys, ValidationSource
 from trainshed.recipe.load import to_plain
 from trainshed.recipe.model import FILLED_IN
 from trainshed.recipe.registered import RegisteredName
@@ -73,10 +74,13 @@ def cluster_reference() -> str:
     return f"{_HEADER}# Every key of a cluster file\n\n{_tables(Cluster)}"
 
 
+_OWN_VALIDATION_KEYS = ValidationSource.model_fields.keys() - SourceKeys.model_fields.keys()
+
+
 def _tables(kind: type[BaseModel]) -> str:
     groups: dict[str, list[SchemaKey]] = {}
     for key in known_keys(kind).values():
-        if key.path[:2] == ("data", "validation") and len(key.path) > 2 and key.path[2] not in ("every", "batches"):
+        if key.path[:2] == ("data", "validation") and len(key.path) > 2 and key.path[2] not in _OWN_VALIDATION_KEYS:
             continue  # the keys of a source, listed under data.train
         groups.setdefault(_written(key.path[:-1]), []).append(key)
     return "\n".join(_table(name, keys) for name, keys in groups.items())
@@ -84,7 +88,7 @@ def _tables(kind: type[BaseModel]) -> str:
 
 def _table(name: str, keys: list[SchemaKey]) -> str:
     title = f"## `{name}`" if name else "## Top level"
-    note = "\nAlso takes the keys of `data.train[]`.\n" if name == "data.validation" else ""
+    note = "\nAlso takes the keys of `data.train[]`, except `weight`.\n" if name == "data.validation" else ""
     rows = [f"| `{key.path[-1]}` | {_type(key.field)} | {_default(key)} | {_cell(key)} |" for key in keys]
     return "\n".join([title, note, "| key | takes | default | meaning |", "|---|---|---|---|", *rows, ""])
 

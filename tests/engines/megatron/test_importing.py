@@ -220,7 +220,7 @@ def test_a_mistake_is_named_with_what_to_write(more: str, said: str) -> None:
 def test_dropout_that_nobody_asked_for_is_named() -> None:
     text = LLAMA.replace("--attention-dropout 0 --hidden-dropout 0 ", "")
     found = read_megatron(text, "llama.txt")
-    assert "Megatron's default of 0.1 holds" in whats(found)
+    assert "Megatron's default of 0.1 applies" in whats(found)
     assert found.recipe["train"]["dropout"] == 0.1
 
 

@@ -100,7 +100,7 @@ def _model_mistakes(config: ArgumentImport) -> Iterator[ImportMistake]:
     if model.rope is not None and parsed["hidden_dropout"] and not config.has_any("hidden_dropout"):
         yield ImportMistake(
             "--hidden-dropout",
-            f"nobody says it, and Megatron's default of {parsed['hidden_dropout']} holds: such models have none",
+            f"not set, so Megatron's default of {parsed['hidden_dropout']} applies; such models have no dropout",
             "--hidden-dropout 0 --attention-dropout 0",
         )
     count = parameter_count(model)

@@ -119,8 +119,8 @@ MEGATRON_CHECKPOINTS = "checkpoints-megatron"
 """Where checkpoints are kept in the run's folder: apart from our own, whose names they share."""
 _RUN_FOLDER = "the run has its own folder"
 _DECIDED_HERE = "Trainshed decides it"
-_STATE_OF_BASE = "base weights bring no state, own checkpoints are loaded whole"
-_STATE_IS_SAVED = "a run that cannot resume is none here: state is always saved"
+_STATE_OF_BASE = "base weights have no state, and a run's own checkpoints are loaded completely"
+_STATE_IS_SAVED = "state is always saved, so that a run can resume"
 _TOKENIZER_FILES = "the tokenizer's own files are found by its address"
 _SCHEDULE_COUNTS = "the recipe's schedule always counts"
 _IN_STORE = "runs are kept in the store"
@@ -314,7 +314,7 @@ _TRAINING_ROWS = (
 _LAYOUT_ROWS = (
     KeyRow((), "layout", read=lambda config: {}),
     same("tensor_model_parallel_size", "layout.tp", unless=1),
-    follows("sequence_parallel", "layout.tp", lambda task: task.layout.tp > 1, "layout.tp, which has it always"),
+    follows("sequence_parallel", "layout.tp", lambda task: task.layout.tp > 1, "always on with layout.tp"),
     same("pipeline_model_parallel_size", "layout.pp", unless=1),
     KeyRow(
         ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
@@ -418,7 +418,7 @@ _DATA_ROWS = (
     # So that a checkpoint says how many rows of the embedding are tokens.
     follows("vocab_size", "model", vocabulary, "model"),
     _unset("tokenizer", "vocab_file", "merge_file", drop=_TOKENIZER_FILES),
-    _unset("tokenizer", "trust_remote_code", value=False, drop="code of strangers is never run"),
+    _unset("tokenizer", "trust_remote_code", value=False, drop="remote code is never run"),
     KeyRow(
         ("data_path", "train_data_path", "test_data_path"),
         "data.train",
@@ -443,7 +443,7 @@ _DATA_ROWS = (
         ("data_cache_path",),
         "data",
         lambda task: index_folder(task.site) if _is_prepared(task) else None,
-        drop="the index is built in the run's folder, before GPUs are asked for",
+        drop="the index is built in the run's folder, before GPUs are allocated",
     ),
     KeyRow(("split",), "data.split", render_split, read_split),
     document_mask_row(reads_mask=reads_mask, marks_boundaries=has_boundaries),
@@ -511,7 +511,7 @@ _CHECKPOINT_ROWS = (
         versions=versions_with("async_strategy"),
     ),
     follows("pretrained_checkpoint", "model.from", _base_folder, "model.from"),
-    _unset("model.from", "finetune", value=False, drop="own checkpoints are loaded whole"),
+    _unset("model.from", "finetune", value=False, drop="a run's own checkpoints are loaded completely"),
     _unset("model", "use_checkpoint_args", value=False, drop="the architecture is in the recipe"),
     KeyRow(("exit_on_missing_checkpoint",), "checkpoint.resume", _must_resume, read_resume),
     _unset("checkpoint", "no_load_optim", "no_load_rng", drop=_STATE_OF_BASE),
@@ -532,7 +532,7 @@ _LOG_ROWS = (
         "observe.tensorboard",
         lambda task: f"{task.site.run_folder}/tensorboard" if writes_tensorboard(task) else None,
         read_tensorboard,
-        note="observe.tensorboard, which Megatron writes where it is left out",
+        note="observe.tensorboard; left out, Megatron writes it",
     ),
     choice("log_timers_to_tensorboard", True, when=writes_tensorboard),
     choice("log_memory_to_tensorboard", True, when=writes_tensorboard),

@@ -69,7 +69,7 @@ from trainshed.engines.profiles import profiles
 from trainshed.recipe.yaml_io import parse_yaml
 
 HYDRA_KEYS = KnownKeys("NeMo 24.07", Path(__file__).with_name("keys-24.07.yaml"))
-_PLACES = "places come from the cluster file"
+_PLACES = "folders come from the cluster file"
 _STORE = "the cluster's store"
 _TOKENIZER_FILES = "files come with the tokenizer's address"
 
@@ -91,7 +91,7 @@ HYDRA_TABLE = KeyTable(
             "trainer.devices",
             "the cluster's machine",
             lambda task: task.site.gpus_per_node,
-            "cluster file, machine: one with as many GPUs",
+            "cluster file, machine: one with this many GPUs",
         ),
         KeyRow(("trainer.precision",), "train.precision", lambda task: "bf16", read_precision),
         KeyRow(("trainer.max_steps",), "train.steps", lambda task: task.steps, read_steps),
@@ -391,7 +391,7 @@ HYDRA_PLACES = KeyTable(
             "model.data.index_mapping_dir",
             _STORE,
             lambda task: f"{task.site.input_folder}/index",
-            "the index is an artefact of the store",
+            "the index is kept in the run's folder",
         ),
         _place(
             "exp_manager.dllogger_logger_kwargs.json_file",

@@ -49,7 +49,7 @@ from trainshed.run_folder import PROFILE
 _FROM_SOURCE = (SOURCE_VERSION,)
 """Rows of keys that only torchtune's last state reads."""
 _STORE = "the cluster's store"
-_PLACES = "places come from the cluster file"
+_PLACES = "folders come from the cluster file"
 
 
 def _trains_weights(task: EngineTask) -> bool:
