@@ -204,6 +204,7 @@ COMMON_UNSAID: Mapping[str, str] = {
     "train.tokens": "the length of the run is written in steps",
     "layout.dp": "it is what the other keys leave of the ranks",
     "layout.schedule": "it follows pp and vp",
+    "layout.overlap": REFUSED,
     **dict.fromkeys(("engine.name", "engine.version"), "the form of the file tells it"),
     **dict.fromkeys(("engine.image", "engine.program"), "the job says it"),
     **dict.fromkeys(("elastic", "export", "eval", "serve", "store", "resources"), "the engine has no part in it"),
@@ -220,7 +221,7 @@ PRETRAINING_UNSAID: Mapping[str, str] = {
     ),
     **dict.fromkeys(("data.format", *(f"data.{key}" for key in CHAT_KEYS)), "the engine pretrains on text"),
     "train.epochs": "the length of the run is written in steps",
-    **dict.fromkeys(("train.mode", "train.lora", "layout.offload", "layout.overlap"), REFUSED),
+    **dict.fromkeys(("train.mode", "train.lora", "layout.offload"), REFUSED),
 }
 """What engines that pretrain on prepared tokens are not told, and why."""
 

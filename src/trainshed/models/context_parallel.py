@@ -14,7 +14,7 @@ logsumexp, from which each computes its own part of the softmax. The gradients o
 first, and are on their way home while the gradients of the own ones are computed.
 
 A collective and what hides it are inside one operation, because a compiler orders operations by memory. On a GPU the
-kernel is cuDNN's, elsewhere PyTorch's flash attention for CPUs.
+kernel is cuDNN's, elsewhere PyTorch's flash attention for CPUs, where collectives are waited for at once.
 
 Shapes: S tokens of this rank, P = S / 2 tokens of a part, B sequences, N heads, G key/value groups, D head_dim.
 """
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from trainshed.models.collectives import AxisGroup
+from trainshed.models.collectives import AxisGroup, may_be_in_flight
 
 _aten, _comm = torch.ops.aten, torch.ops._c10d_functional
 
@@ -80,7 +80,8 @@ class _ContextAttention(torch.autograd.Function):
 @torch.library.custom_op("trainshed::start_gather", mutates_args=())
 def start_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     """Begin to all_gather x on dim 0; who uses the result waits for it first (`wait_tensor`)."""
-    return _comm.all_gather_into_tensor(x.contiguous(), size, group)
+    gathered = _comm.all_gather_into_tensor(x.contiguous(), size, group)
+    return gathered if may_be_in_flight(x) else _comm.wait_tensor(gathered)
 
 
 @start_gather.register_fake
@@ -142,6 +143,8 @@ def attend_parts_backward(
     """Return the gradients of `attend_parts`, of queries, keys and values; other ranks' gradients are added."""
     of_queries, of_gathered = gradients_of_others(grad, query, gathered, out, logsumexp, size, rank, scale)
     arriving = _comm.reduce_scatter_tensor(of_gathered, "sum", size, group)
+    if not may_be_in_flight(of_gathered):
+        arriving = _comm.wait_tensor(arriving)
     query_grad, *own = gradients_of_own(grad, query, key, value, out, logsumexp, scale)
     from_others = _comm.wait_tensor(arriving).split(key.shape[2], dim=2)
     key_grad, value_grad = (mine + theirs for mine, theirs in zip(own, from_others, strict=True))

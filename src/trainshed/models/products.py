@@ -5,7 +5,7 @@ over the ranks after it. With `layout.overlap: tp` both are one operation (`gath
 
     GPU        one product for each rank's tokens, while those of the next rank are copied: PyTorch's fused operations
                over symmetric memory, in forward and backward
-    elsewhere  plain collectives; the gradient of a weight is computed while that of its input is summed over the ranks
+    elsewhere  plain collectives, one after the other: the same arithmetic, for proofs
 
 Shapes: S tokens, s of them on this rank, B sequences.
 """
@@ -92,13 +92,8 @@ class _GatherProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gathered, narrow = ctx.saved_tensors
-        (grad,) = grads
-        if grad.is_cuda:
-            grad_x = _multiply_and_scatter(grad, narrow, ctx.group, ctx.size)
-            return grad_x, _weight_gradient(grad, gathered, ctx.weight_dtype), None, None, None
-        arriving = _comm.reduce_scatter_tensor((grad @ narrow).contiguous(), "sum", ctx.size, ctx.group)
-        grad_weight = _weight_gradient(grad, gathered, ctx.weight_dtype)
-        return _comm.wait_tensor(arriving), grad_weight, None, None, None
+        grad_x = _multiply_and_scatter(grads[0], narrow, ctx.group, ctx.size)
+        return grad_x, _weight_gradient(grads[0], gathered, ctx.weight_dtype), None, None, None
 
 
 @torch._dynamo.allow_in_graph

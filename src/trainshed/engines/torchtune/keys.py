@@ -588,7 +588,6 @@ TORCHTUNE_TABLE = KeyTable(
         "data.document_mask": "torchtune keeps packed samples apart, as conversations always are",
         "train.optimizer.states": "they have the precision of the weights, and another is refused",
         "train.lora.rslora": REFUSED,
-        "layout.overlap": REFUSED,
         **dict.fromkeys(
             (f"data.{key}" for key in ("synthetic", "shards", "eod", "bos", "on_bad_line")),
             "torchtune reads and tokenises text by itself",
