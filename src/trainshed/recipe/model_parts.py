@@ -101,6 +101,10 @@ class AttentionTemperature(Section):
     tokens: PositiveInt = Field(description="Tokens between two steps (floor_scale)", examples=[8192])
 
 
+LATENT_NORM_EPS = 1e-6
+"""The epsilon of the norms of latents: the default of DeepSeek's norm, whatever the model's own epsilon is."""
+
+
 class Mla(Section):
     """Multi-head latent attention (DeepSeek-V2): keys and values are computed from one short vector for each token.
 
