@@ -2,7 +2,8 @@
 
     python mcore_driver.py FOLDER TP PP EP CASE…
 
-Each case has `dist/` and `legacy/` (ours, local spec, one rank) and gets `dist.pt`, `legacy.pt` (logits) and `saved/`.
+Each case has `dist/` and may have `legacy/` (ours, local spec, one rank). It gets `dist.pt`, `legacy.pt` (logits) and
+`saved/`; and `further.pt`, the logits of a layer for multi-token prediction, where there is one.
 On several ranks it has `dist/` and gets `rank0.pt`, `rank1.pt`, …: what each holds when it has loaded its part.
 Models are built from the arguments in our checkpoints and from nothing else: what is lost on the way is seen in the
 logits. The patches that let Megatron run without a GPU want a process of their own.
@@ -112,9 +113,19 @@ def mtp_spec(config: Any) -> Any:
 
 
 @torch.no_grad()
-def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def logits(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """All logits that are computed: those of layers for multi-token prediction, then those of the next token."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return model(tokens, positions, None).float()
+    computed: list[torch.Tensor] = []
+
+    def keep(_: Any, __: Any, result: Any) -> None:
+        computed.append(result[0].transpose(0, 1).float().clone())  # the loss is computed in their place
+
+    hook = model.output_layer.register_forward_hook(keep)
+    # With such layers a model has labels always; which ones makes no difference to logits.
+    model(tokens, positions, None, labels=tokens if model.config.mtp_num_layers else None)
+    hook.remove()
+    return computed
 
 
 def run(folder: Path, tokens: torch.Tensor) -> None:
@@ -129,12 +140,16 @@ def run(folder: Path, tokens: torch.Tensor) -> None:
     if torch.distributed.get_world_size() > 1:
         torch.save(model.state_dict(), folder / f"rank{torch.distributed.get_rank()}.pt")
         return
-    torch.save(logits(model, tokens), folder / "dist.pt")
+    *further, following = logits(model, tokens)
+    torch.save(following, folder / "dist.pt")
+    if further:
+        torch.save(further[0], folder / "further.pt")
 
-    rank = torch.load(folder / "legacy" / "release" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
-    other = built_from(rank["args"])
-    other.load_state_dict(rank["model"])
-    torch.save(logits(other, tokens), folder / "legacy.pt")
+    if (folder / "legacy").exists():
+        rank = torch.load(folder / "legacy" / "release" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
+        other = built_from(rank["args"])
+        other.load_state_dict(rank["model"])
+        torch.save(logits(other, tokens)[-1], folder / "legacy.pt")
 
     saved = folder / "saved" / "iter_0000007"
     saved.mkdir(parents=True)

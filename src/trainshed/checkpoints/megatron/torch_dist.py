@@ -215,7 +215,9 @@ def _find_tensor(
     if parameter.layer is None:
         key = non_layer_name(parameter)
         return [_TensorLocation(key, (), (), 0, rows)] if key in entries else []
-    forms = ((LAYER_PREFIX, (parameter.layer,), (config.layers,)), (layer_prefix(config, parameter), (), ()))
+    forms: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = [(layer_prefix(config, parameter), (), ())]
+    if parameter.layer < config.layers:
+        forms.insert(0, (LAYER_PREFIX, (parameter.layer,), (config.layers,)))
     for (spelling, lead, lengths), (prefix, layer, layers) in itertools.product(_spellings(parameter, expert), forms):
         key, lead, lengths = prefix + spelling, layer + lead, layers + lengths
         if key in entries:
