@@ -24,6 +24,8 @@ _SCALING_KEYS = {
     ),
 }
 """Which keys each kind of stretching reads besides `factor`."""
+YARN_USUAL = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+"""What `yarn` has where a key is null: the values of the paper, and rounded bounds."""
 
 
 class RopeScaling(Section):

@@ -405,14 +405,14 @@ def evaluate_pattern(text: str) -> list[int] | int | None:
                 return value(node.left) + value(node.right)
             case ast.BinOp(op=ast.Mult()):
                 parts = value(node.left), value(node.right)
-                times = next((part for part in parts if isinstance(part, int)), 0)
-                if times <= _MAX_LAYERS:
+                sizes = [len(part) if isinstance(part, list) else part for part in parts]
+                if sizes[0] * sizes[1] <= _MAX_LAYERS:
                     return parts[0] * parts[1]
         raise ValueError(text)
 
     try:
         return value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, ValueError):
+    except (SyntaxError, TypeError, ValueError, RecursionError):
         return None
 
 

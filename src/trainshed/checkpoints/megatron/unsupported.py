@@ -11,7 +11,7 @@ from typing import Any
 
 from trainshed.errors import InputError
 from trainshed.recipe import ModelConfig
-from trainshed.recipe.model_parts import LATENT_NORM_EPS, Mla, Moe, Rope, RopeScaling
+from trainshed.recipe.model_parts import LATENT_NORM_EPS, YARN_USUAL, Mla, Moe, Rope, RopeScaling
 
 # What `--use-rope-scaling` means: RotaryEmbedding._apply_scaling (rotary_pos_embedding.py) has only the factor as a
 # variable, and pretrain_gpt.py of every version (0.12 to d98e8a64dd) does not hand `--rope-scaling-factor` to it.
@@ -67,7 +67,6 @@ _WITH_LATENTS: dict[str, tuple[Any, ...]] = {
 }
 YARN_POSITIONS = 4096
 """The context before YaRN's stretch: Megatron has no argument for it, and none for the bounds of the ramp."""
-_YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 LARGEST_LATENT_EPS = 1e-5
 """Megatron's norms of latents have the model's epsilon, and transformers' have 1e-6. Up to this one, which Moonlight
 has, the difference is below what bf16 rounds away of latents whose mean square is 0.003 or more."""
@@ -184,12 +183,13 @@ def _latent_rope_problems(rope: Rope) -> Iterator[tuple[str, str]]:
 
 
 def _yarn_problems(scaling: RopeScaling) -> Iterator[tuple[str, str]]:
-    fixed = {"original_positions": float(YARN_POSITIONS), **_YARN_BETAS}
-    for key, value in fixed.items():
-        if getattr(scaling, key) not in (None, value):
-            yield f"rope.scaling.{key}: {getattr(scaling, key):g}", f"it is {value:g} there"
-    if scaling.truncate is False:
-        yield "rope.scaling.truncate: false", "the bounds of the ramp are rounded there"
+    if scaling.factor <= 1.0:
+        yield f"rope.scaling.factor: {scaling.factor:g}", "that stretches nothing: leave `rope.scaling` out"
+    for key, value in {"original_positions": YARN_POSITIONS, **YARN_USUAL}.items():
+        written = getattr(scaling, key)
+        if written not in (None, value):
+            shown = [str(each).lower() if isinstance(each, bool) else f"{each:g}" for each in (written, value)]
+            yield f"rope.scaling.{key}: {shown[0]}", f"it is {shown[1]} there"
     if scaling.attention_factor is not None:
         yield f"rope.scaling.attention_factor: {scaling.attention_factor:g}", "it follows from mscale there"
     if (scaling.mscale is None) != (scaling.mscale_all_dim is None):
