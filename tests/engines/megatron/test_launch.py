@@ -304,10 +304,13 @@ def test_latent_attention_is_written_by_what_each_version_has() -> None:
         words_of("mixtral-8x7b", "0.16.1", "engine.args={kv-lora-rank: 512}")
 
 
-def test_the_epsilon_that_megatron_has_in_the_norms_of_latents_is_told() -> None:
+def test_what_megatron_computes_otherwise_with_latents_and_biases_of_scores_is_told() -> None:
     launch = megatron_launch(megatron_task("moonlight-16b-a3b"))
     assert any("norms of latents have the epsilon 1e-05 in Megatron" in note for note in launch.notes)
     assert not any("latents" in note for note in megatron_launch(megatron_task("deepseek-v3")).notes)
+    older = megatron_launch(megatron_task("moonlight-16b-a3b", "engine.version=878d65f")).notes
+    assert any("878d65f rounds the biases of experts' scores" in note for note in older)
+    assert not any("rounds" in note for note in launch.notes)
 
 
 def test_a_recipe_without_a_version_gets_the_arguments_of_a_stated_one() -> None:

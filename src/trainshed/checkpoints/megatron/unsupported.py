@@ -188,7 +188,7 @@ def _yarn_problems(scaling: RopeScaling) -> Iterator[tuple[str, str]]:
     for key, value in {"original_positions": YARN_POSITIONS, **YARN_USUAL}.items():
         written = getattr(scaling, key)
         if written not in (None, value):
-            shown = [str(each).lower() if isinstance(each, bool) else f"{each:g}" for each in (written, value)]
+            shown = [str(item).lower() if isinstance(item, bool) else f"{item:g}" for item in (written, value)]
             yield f"rope.scaling.{key}: {shown[0]}", f"it is {shown[1]} there"
     if scaling.attention_factor is not None:
         yield f"rope.scaling.attention_factor: {scaling.attention_factor:g}", "it follows from mscale there"

@@ -27,6 +27,7 @@ from trainshed.engines.megatron.model_args import padded_vocabulary, sequence_le
 from trainshed.engines.megatron.settings import MegatronSettings, add_engine_args
 from trainshed.engines.megatron.training_args import run_length
 from trainshed.engines.megatron.versions import (
+    FLOAT32_BIAS_VERSIONS,
     fit_to_version,
     known_image,
     since,
@@ -183,6 +184,11 @@ def _notes(task: EngineTask, settings: MegatronSettings) -> Iterator[str]:
         yield f"Megatron-LM {settings.known.version} records shapes and stacks in every profile"
     if note := latent_norm_note(config):
         yield note
+    if config.moe is not None and config.moe.score_bias and settings.known.version not in FLOAT32_BIAS_VERSIONS:
+        yield (
+            f"Megatron-LM {settings.known.version} rounds the biases of experts' scores to the weights' precision when "
+            f"it loads a checkpoint: {FLOAT32_BIAS_VERSIONS[0]} and newer do not"
+        )
     if config.moe is not None and recipe.train.moe is None:
         yield "the router's losses are as the schema defaults them: train.moe"
     if task.site.sharp and layout.dp == 1:

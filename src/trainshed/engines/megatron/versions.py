@@ -79,6 +79,8 @@ LINEAR_ROPE_VERSIONS = since("0.19.0")
 """Versions whose pretrain_gpt.py reads --rotary-seq-len-interpolation-factor."""
 
 
+FLOAT32_BIAS_VERSIONS = since("0.14.0")
+"""Versions whose router keeps the biases of scores in float32 while it loads (`_save_to_state_dict` of router.py)."""
 ROPE_TYPE_VERSIONS = versions_with("rope_type")
 """Versions whose latent attention has plain rope, and YaRN from 4096 positions on."""
 
