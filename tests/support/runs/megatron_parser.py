@@ -28,6 +28,9 @@ def answer(task: dict) -> str | None:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             args = arguments.parse_args()
             arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
+            if args.multi_latent_attention:
+                # What its layers do not take is refused here, and by no other check.
+                arguments.core_transformer_config_from_args(args)
     except SystemExit:
         return (said.getvalue().strip().splitlines() or ["it ends"])[-1]
     except Exception as error:
