@@ -360,7 +360,7 @@ def _routing(arg: _ArgsReader) -> dict[str, Any]:
     """Return how the routers of models with latent attention choose experts."""
     if arg("moe_router_score_function", "softmax") != "sigmoid":
         raise arg.error("its routers have no sigmoid", "beside latent attention only `sigmoid` is read")
-    routing = {
+    routing: dict[str, Any] = {
         "scores": "sigmoid",
         "score_bias": bool(arg("moe_router_enable_expert_bias", False)),
         # The weights of several experts sum to 1, that of one is its score.

@@ -126,7 +126,6 @@ def init_single_process() -> None:
 def build_meta_model(args: Namespace, vocab_size: int) -> nn.Module:
     """Build the model like Megatron-LM's core_transformer_config_from_args and gpt_builder, on the meta device."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     arguments = vars(args)
@@ -167,21 +166,10 @@ def build_meta_model(args: Namespace, vocab_size: int) -> nn.Module:
     if latent:
         keys["q_lora_rank"] = arguments.get("q_lora_rank")  # None counts, and is not the default
     config = config_class(**keys)
-    if config.num_moe_experts:
-        spec = get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
-        )
-    else:
-        spec = get_gpt_layer_local_spec(
-            qk_layernorm=config.qk_layernorm,
-            qk_l2_norm=config.qk_l2_norm,
-            multi_latent_attention=config.multi_latent_attention,
-            normalization=config.normalization,
-        )
     with torch.device("meta"):
         return GPTModel(
             config,
-            spec,
+            _layer_spec(config),
             vocab_size=vocab_size,
             max_sequence_length=arguments["max_position_embeddings"],
             share_embeddings_and_output_weights=not arguments.get("untie_embeddings_and_output_weights", False),
@@ -193,6 +181,22 @@ def build_meta_model(args: Namespace, vocab_size: int) -> nn.Module:
             rope_scaling_factor=LLAMA3_ROPE_SCALING["factor"],
             seq_len_interpolation_factor=arguments.get("rotary_seq_len_interpolation_factor"),
         ).eval()
+
+
+def _layer_spec(config: Any) -> Any:
+    """Return what the layers are built from: one spec for all, or one for each where only some have experts."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+
+    if config.num_moe_experts:
+        return get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
+        )
+    return get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm,
+        qk_l2_norm=config.qk_l2_norm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
+    )
 
 
 class StateStream:
