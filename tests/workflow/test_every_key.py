@@ -128,6 +128,7 @@ class Change:
 BASE = "model={preset: llama3-8b, from: hf://org/base}"
 LEARNED = "tokenizer={train: {vocab_size: 300}}"
 EXPERTS = "model={preset: mixtral-8x7b, init: random} layout.etp=8"
+SCORE_BIAS = "model={preset: moonlight-16b-a3b, init: random} layout.etp=8"
 OWN = "data.validation={path: /shared/v.jsonl}"
 TEXT = "data.train=[{path: /shared/x.txt}]"
 SERVED = "export={} serve={}"
@@ -325,7 +326,7 @@ CHANGES = {
     "train.z_loss": Change("train.z_loss=1e-4"),
     "train.moe.balance_loss": Change("train.moe={balance_loss: 0.5}", EXPERTS),
     "train.moe.z_loss": Change("train.moe={z_loss: 0.5}", EXPERTS),
-    "train.moe.bias_update": Change("train.moe={bias_update: 0.5}", EXPERTS),
+    "train.moe.bias_update": Change("train.moe={bias_update: 0.5}", SCORE_BIAS),
     "train.dropout": Change("train.dropout=0.1"),
     "train.non_finite": Change("train.non_finite=skip"),
     "train.deterministic": Change("train.deterministic=true"),

@@ -360,6 +360,18 @@ def choice(key: str, value: Any, **more: Any) -> KeyRow:
     return KeyRow((key,), "engine.args", lambda task: value, lambda config: value, chosen=True, **more)
 
 
+def choice_if(key: str, value: Any, when: Callable[[EngineTask], bool], read: Callable[[Any], Any]) -> KeyRow:
+    """Return the row of a key that Trainshed chooses for some tasks; `read` tells the same of a `ConfigImport`."""
+    return KeyRow(
+        (key,),
+        "engine.args",
+        lambda task: value,
+        lambda config: value if read(config) else OMIT,
+        when=when,
+        chosen=True,
+    )
+
+
 def not_read(drop: str, *keys: str) -> KeyRow:
     """Return the row of keys that are never rendered and that an import leaves out."""
     return KeyRow(keys, "", drop=drop)

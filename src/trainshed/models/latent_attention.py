@@ -31,9 +31,7 @@ from trainshed.models.collectives import ParallelAxes, all_gather
 from trainshed.models.documents import AttentionMask
 from trainshed.models.layers import Linear, Norm, RowParallelLinear
 from trainshed.recipe import ModelConfig
-
-LATENT_NORM_EPS = 1e-6
-"""The epsilon of the norms of latents: the default of DeepSeek's norm, whatever the model's own epsilon is."""
+from trainshed.recipe.model_parts import LATENT_NORM_EPS
 
 
 class MultiHeadLatentAttention(nn.Module):

@@ -5,7 +5,11 @@ rows, where ours alternate; and each expert is a tensor of its own. Because ours
 tensor-parallel rank is a plain cut of ours, whose rows are then separated into gate and up. Megatron has the same cut.
 
 Two specs build the same model under different names: `te` (TransformerEngine, which fuses norms into the linear layer
-after them) and `local`. Both spell stacked `torch_dist` keys as `te` does, except the norm before experts.
+after them) and `local`. Both spell stacked `torch_dist` keys as `te` does, except the norm before experts and those of
+latent attention.
+
+Latent attention has the same rows in both: Megatron turns pairs of neighbours, as the published weights have them. Its
+down projections are cut over tp by some versions and specs and whole in others, so only uncut ones are converted.
 """
 
 from __future__ import annotations
@@ -17,13 +21,15 @@ from typing import Literal
 
 from trainshed.errors import InputError
 from trainshed.models.hf_tensors import RowMapping
-from trainshed.models.parameters import Parameter, parameters
+from trainshed.models.parameters import Parameter, layer_parameters, parameters
 from trainshed.recipe import ModelConfig
 
 LayerSpec = Literal["te", "local"]
 ExpertNaming = Literal["sequential", "grouped"]
 """How a rank's files name experts: one module each, or one grouped module (`--moe-grouped-gemm`)."""
 LAYER_PREFIX = "decoder.layers."
+MTP_PREFIX = "mtp.layers."
+"""Before the number of a layer for multi-token prediction, counted from 0."""
 EMBEDDING_NAME = "embedding.word_embeddings.weight"
 HEAD_NAME = "output_layer.weight"
 
@@ -38,6 +44,11 @@ _MODULES = {
     "attention.qkv": "self_attention.linear_qkv",
     "attention.query_norm": "self_attention.q_layernorm",
     "attention.key_norm": "self_attention.k_layernorm",
+    "attention.q": "self_attention.linear_q_proj",
+    "attention.q_down": "self_attention.linear_q_down_proj",
+    "attention.q_up": "self_attention.linear_q_up_proj",
+    "attention.kv_down": "self_attention.linear_kv_down_proj",
+    "attention.kv_up": "self_attention.linear_kv_up_proj",
     "attention.out": "self_attention.linear_proj",
     "mlp.gate_up": "mlp.linear_fc1",
     "mlp.up": "mlp.linear_fc1",
@@ -47,9 +58,19 @@ _MODULES = {
     "mlp.shared.up": "mlp.shared_experts.linear_fc1",
     "mlp.shared.down": "mlp.shared_experts.linear_fc2",
 }
+# Of a layer for multi-token prediction, beside the layer itself.
+_MTP_MODULES = {
+    "mtp.embedding_norm": "enorm",
+    "mtp.hidden_norm": "hnorm",
+    "mtp.projection": "eh_proj",
+    "mtp.norm": "final_layernorm",
+}
+_ENDINGS = {"score_bias": "expert_bias"}
 # A norm by itself, and fused into the linear layer after it.
 _NORMS = {
     "attention.norm": ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    "attention.q_norm": ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+    "attention.kv_norm": ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
     "mlp.norm": ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 }
 
@@ -128,24 +149,45 @@ def non_layer_name(parameter: Parameter) -> str:
     return _NON_LAYER_NAMES[parameter.name]
 
 
+def has_stacked_layers(config: ModelConfig) -> bool:
+    """Whether Megatron's `torch_dist` keys are stacked over layers: where all of them are built alike."""
+    return config.moe is None or not config.has_dense_layers
+
+
+def layer_prefix(config: ModelConfig, parameter: Parameter) -> str:
+    """What stands before the name of a layer's tensor in keys that are not stacked."""
+    assert parameter.layer is not None, "a tensor of a layer"
+    if parameter.layer < config.layers:
+        return f"{LAYER_PREFIX}{parameter.layer}."
+    own = name_in_layer(parameter).startswith("mtp.")
+    return f"{MTP_PREFIX}{parameter.layer - config.layers}." + ("" if own else "transformer_layer.")
+
+
 def layer_name(config: ModelConfig, parameter: Parameter, spec: LayerSpec, *, stacked: bool) -> str:
-    """The name of a layer's tensor after `decoder.layers.{i}.`; not that of an expert."""
+    """The name of a layer's tensor after `layer_prefix`; not that of an expert."""
     module, ending = name_in_layer(parameter).rsplit(".", 1)
-    if module in _NORMS:
-        alone, fused = _NORMS[module]
-        before_experts = module == "mlp.norm" and config.moe is not None
-        if spec == "te":
-            return (alone if before_experts else fused) + ending
-        return (fused if stacked else alone) + ending
-    return f"{_MODULES[module]}.{ending}"
+    if module not in _NORMS:
+        return _plain_name(module, ending)
+    alone, fused = _NORMS[module]
+    if spec == "local":
+        return (fused if stacked and config.mla is None else alone) + ending
+    assert parameter.layer is not None, "a tensor of a layer"
+    before_experts = module == "mlp.norm" and config.has_experts(parameter.layer)
+    # Two projections follow the norm before latent attention, so it is fused into neither.
+    before_latents = module == "attention.norm" and config.mla is not None
+    return (alone if before_experts or before_latents else fused) + ending
 
 
 def layer_name_variants(parameter: Parameter) -> tuple[str, ...]:
-    """All names a layer's tensor may have after `decoder.layers.{i}.`; not those of an expert."""
+    """All names a layer's tensor may have after `layer_prefix`; not those of an expert."""
     module, ending = name_in_layer(parameter).rsplit(".", 1)
     if module in _NORMS:
         return tuple(prefix + ending for prefix in _NORMS[module])
-    return (f"{_MODULES[module]}.{ending}",)
+    return (_plain_name(module, ending),)
+
+
+def _plain_name(module: str, ending: str) -> str:
+    return f"{(_MODULES | _MTP_MODULES)[module]}.{_ENDINGS.get(ending, ending)}"
 
 
 def expert_linear(parameter: Parameter) -> Literal["linear_fc1", "linear_fc2"]:
@@ -172,19 +214,23 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def extra_state_modules(config: ModelConfig, spec: LayerSpec) -> list[str]:
+def extra_state_modules(config: ModelConfig, spec: LayerSpec, layer: int) -> list[str]:
     """Return a layer's modules, without experts, that have an `_extra_state` (empty except for fp8) in `torch_dist`."""
-    modules = ["self_attention.linear_qkv", "self_attention.linear_proj"]
-    if config.moe is None:
-        modules += ["mlp.linear_fc1", "mlp.linear_fc2"]
-    elif config.moe.shared_ffn:
-        modules += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+    names = {name_in_layer(parameter).rsplit(".", 1)[0] for parameter in layer_parameters(config, layer)}
+    # Every linear layer but the router has one.
+    modules = [theirs for ours, theirs in _MODULES.items() if ours in names and ".linear_" in theirs]
     if spec == "te":
         # What TransformerEngine adds; names that a version of it does not ask for are not read.
         modules += ["self_attention.core_attention"]
         modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"] if config.qk_norm else []
-        modules += ["pre_mlp_layernorm"] if config.moe is not None else []
+        modules += ["input_layernorm"] if config.mla is not None else []
+        modules += ["pre_mlp_layernorm"] if config.has_experts(layer) else []
     return modules
+
+
+def mtp_extra_state_modules(spec: LayerSpec) -> list[str]:
+    """Return the same of what a layer for multi-token prediction has beside the layer itself."""
+    return list(_MTP_MODULES.values()) if spec == "te" else [_MTP_MODULES["mtp.projection"]]
 
 
 def parameters_by_layer(config: ModelConfig) -> dict[int | None, list[Parameter]]:

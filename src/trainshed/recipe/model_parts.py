@@ -24,6 +24,8 @@ _SCALING_KEYS = {
     ),
 }
 """Which keys each kind of stretching reads besides `factor`."""
+YARN_USUAL = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+"""What `yarn` has where a key is null: the values of the paper, and rounded bounds."""
 
 
 class RopeScaling(Section):
@@ -99,6 +101,10 @@ class AttentionTemperature(Section):
 
     scale: PositiveFloat = Field(description="How fast they grow (attn_scale)", examples=[0.1])
     tokens: PositiveInt = Field(description="Tokens between two steps (floor_scale)", examples=[8192])
+
+
+LATENT_NORM_EPS = 1e-6
+"""The epsilon of the norms of latents: the default of DeepSeek's norm, whatever the model's own epsilon is."""
 
 
 class Mla(Section):

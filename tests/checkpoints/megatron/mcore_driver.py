@@ -2,7 +2,8 @@
 
     python mcore_driver.py FOLDER TP PP EP CASE…
 
-Each case has `dist/` and `legacy/` (ours, local spec, one rank) and gets `dist.pt`, `legacy.pt` (logits) and `saved/`.
+Each case has `dist/` and may have `legacy/` (ours, local spec, one rank). It gets `dist.pt`, `legacy.pt` (logits) and
+`saved/`; and `further.pt`, the logits of a layer for multi-token prediction, where there is one.
 On several ranks it has `dist/` and gets `rank0.pt`, `rank1.pt`, …: what each holds when it has loaded its part.
 Models are built from the arguments in our checkpoints and from nothing else: what is lost on the way is seen in the
 logits. The patches that let Megatron run without a GPU want a process of their own.
@@ -21,13 +22,18 @@ import torch.nn.functional as F
 
 from trainshed.checkpoints.prove.megatron_process import patch_out_gpu
 
+LATENT_ARGUMENTS = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_base"),
+    *("rotary_percent", "rotary_scaling_factor", "mscale", "mscale_all_dim"),
+)
+
 
 def built_from(args: Any) -> Any:
     """As Megatron-LM's core_transformer_config_from_args and gpt_builder do."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     keys: dict[str, Any] = {}
     if args.num_experts:
@@ -38,8 +44,17 @@ def built_from(args: Any) -> Any:
             "moe_router_pre_softmax": args.moe_router_pre_softmax,
             "moe_shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
             "moe_router_load_balancing_type": "none",
+            "moe_layer_freq": args.moe_layer_freq,
+            "moe_router_score_function": args.moe_router_score_function,
+            "moe_router_enable_expert_bias": args.moe_router_enable_expert_bias,
+            "moe_router_num_groups": args.moe_router_num_groups,
+            "moe_router_group_topk": args.moe_router_group_topk,
+            "moe_router_topk_scaling_factor": args.moe_router_topk_scaling_factor,
+            "mtp_num_layers": getattr(args, "mtp_num_layers", None),
         }
-    config = TransformerConfig(
+    if args.multi_latent_attention:
+        keys |= {name: getattr(args, name) for name in LATENT_ARGUMENTS}
+    config = (MLATransformerConfig if args.multi_latent_attention else TransformerConfig)(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
@@ -67,9 +82,11 @@ def built_from(args: Any) -> Any:
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         **keys,
     )
-    spec = get_gpt_layer_local_spec(
-        num_experts=args.num_experts, qk_layernorm=args.qk_layernorm, normalization=args.normalization
-    )
+    if args.num_experts:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    mtp_layers = getattr(args, "mtp_num_layers", None)
     return GPTModel(
         config,
         spec,
@@ -84,13 +101,31 @@ def built_from(args: Any) -> Any:
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=None if mtp_layers is None else mtp_spec(config),
     ).eval()
 
 
+def mtp_spec(config: Any) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
+
+    layers = get_gpt_decoder_layer_specs(config, use_transformer_engine=False, normalization=config.normalization)
+    return get_gpt_mtp_block_spec(config, layers[-1], use_transformer_engine=False)
+
+
 @torch.no_grad()
-def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def logits(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """All logits that are computed: those of layers for multi-token prediction, then those of the next token."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return model(tokens, positions, None).float()
+    computed: list[torch.Tensor] = []
+
+    def keep(_: Any, __: Any, result: Any) -> None:
+        computed.append(result[0].transpose(0, 1).float().clone())  # the loss is computed in their place
+
+    hook = model.output_layer.register_forward_hook(keep)
+    # With such layers a model has labels always; which ones makes no difference to logits.
+    model(tokens, positions, None, labels=tokens if model.config.mtp_num_layers else None)
+    hook.remove()
+    return computed
 
 
 def run(folder: Path, tokens: torch.Tensor) -> None:
@@ -105,12 +140,16 @@ def run(folder: Path, tokens: torch.Tensor) -> None:
     if torch.distributed.get_world_size() > 1:
         torch.save(model.state_dict(), folder / f"rank{torch.distributed.get_rank()}.pt")
         return
-    torch.save(logits(model, tokens), folder / "dist.pt")
+    *further, following = logits(model, tokens)
+    torch.save(following, folder / "dist.pt")
+    if further:
+        torch.save(further[0], folder / "further.pt")
 
-    rank = torch.load(folder / "legacy" / "release" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
-    other = built_from(rank["args"])
-    other.load_state_dict(rank["model"])
-    torch.save(logits(other, tokens), folder / "legacy.pt")
+    if (folder / "legacy").exists():
+        rank = torch.load(folder / "legacy" / "release" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
+        other = built_from(rank["args"])
+        other.load_state_dict(rank["model"])
+        torch.save(logits(other, tokens)[-1], folder / "legacy.pt")
 
     saved = folder / "saved" / "iter_0000007"
     saved.mkdir(parents=True)

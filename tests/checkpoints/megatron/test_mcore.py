@@ -11,14 +11,17 @@ import pytest
 import torch
 
 from support.models.megatron_folders import LLAMA3, assert_equal, written
+from support.models.mtp_models import both_logits, save_with_mtp
 from support.models.tiny_models import MEGATRON_VARIANTS, hf_model, save_tiny_hf
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.megatron.legacy import MegatronLegacyWriter
 from trainshed.checkpoints.megatron.torch_dist import MegatronDistWeights, MegatronDistWriter
+from trainshed.errors import InputError
 
 DRIVER = Path(__file__).parent / "mcore_driver.py"
-# Scaled positions and one embedding; experts; biases, learned positions and LayerNorm.
-SAMPLE = ("llama3", "mixtral", "gpt2")
+# Scaled positions and one embedding; experts; biases, learned positions and LayerNorm; latent attention, groups of
+# experts and YaRN.
+SAMPLE = ("llama3", "mixtral", "gpt2", "deepseek-megatron")
 
 
 def drive(folder: Path, *arguments: str, rank: int = 0, world_size: int = 1) -> subprocess.Popen[str]:
@@ -70,8 +73,36 @@ def test_megatron_core_agrees_on_every_family(tmp_path: Path) -> None:
     prove(tmp_path, tuple(variant for variant in MEGATRON_VARIANTS if variant not in SAMPLE))
 
 
+@pytest.mark.parametrize("dense_first", [0, 1])
+def test_a_layer_for_multi_token_prediction_computes_what_transformers_layers_do(
+    dense_first: int, tmp_path: Path
+) -> None:
+    case = tmp_path / "mtp"
+    config, theirs, extra = save_with_mtp(case / "hf", "deepseek-megatron", dense_first=dense_first)
+    rows = torch.randint(96, (2, 25), generator=torch.Generator().manual_seed(0))
+    torch.save(rows[:, :-1].clone(), tmp_path / "tokens.pt")
+    with HfWeights(case / "hf") as source:
+        assert source.config == config
+        assert source.config.mtp_layers == 1
+        written(MegatronDistWriter(config, dtype=torch.float32, spec="local"), source, case / "dist")
+        with pytest.raises(InputError, match=r"`mtp_layers: 1`: .* in torch_dist only"):
+            MegatronLegacyWriter(config, dtype=torch.float32)
+    finish(drive(tmp_path, "1", "1", "1", "mtp"))
+    with torch.no_grad():
+        logits, further = both_logits(theirs, extra, rows)
+    torch.testing.assert_close(torch.load(case / "dist.pt")[..., :96], logits.float(), atol=1e-4, rtol=0)
+    # Of the last token, what comes after it is not known there.
+    got = torch.load(case / "further.pt")[:, :-1, :96]
+    torch.testing.assert_close(got, further[:, :-1].float(), atol=1e-4, rtol=0)
+    with HfWeights(case / "hf") as source, MegatronDistWeights(case / "saved") as saved:
+        assert_equal(source, saved)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(("variant", "tp", "pp", "ep"), [("qwen3", 2, 1, 1), ("gpt2", 1, 2, 1), ("mixtral", 1, 1, 2)])
+@pytest.mark.parametrize(
+    ("variant", "tp", "pp", "ep"),
+    [("qwen3", 2, 1, 1), ("gpt2", 1, 2, 1), ("mixtral", 1, 1, 2), ("moonlight-megatron", 1, 1, 2)],
+)
 def test_ranks_of_megatron_core_hold_what_we_write_for_them(
     variant: str, tp: int, pp: int, ep: int, tmp_path: Path
 ) -> None:

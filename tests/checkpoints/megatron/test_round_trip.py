@@ -28,10 +28,14 @@ SHARED = {"moe": {"experts": 4, "top_k": 2, "ffn": 24, "shared_ffn": 40}}
 def config_of(variant: str) -> ModelConfig:
     if variant == "shared":
         return tiny_config("mixtral", **SHARED)
+    if variant in ("alike", "further"):
+        # All layers have experts, so that keys are stacked; two more layers, which never are.
+        moe = {"experts": 4, "top_k": 2, "ffn": 12, "shared_ffn": 12, "scores": "sigmoid", "score_bias": True}
+        return tiny_config("moonlight-megatron", ffn=None, moe=moe, mtp_layers=2 if variant == "further" else 0)
     return tiny_config(variant, **(LLAMA3 if variant == "llama3" else {}))
 
 
-@pytest.mark.parametrize("variant", [*MEGATRON_VARIANTS, "shared"])
+@pytest.mark.parametrize("variant", [*MEGATRON_VARIANTS, "shared", "alike", "further"])
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_torch_dist_gives_every_tensor_and_the_architecture_back(variant: str, spec: Any, tmp_path: Path) -> None:
     source = MadeWeights(config_of(variant))
@@ -60,6 +64,18 @@ def test_bf16_is_rounded_once(tmp_path: Path) -> None:
         with weights:
             assert weights.dtypes == ["bfloat16"]
             assert_equal(source, weights, torch.bfloat16)
+
+
+def test_the_biases_of_scores_stay_in_fp32_where_weights_are_rounded(tmp_path: Path) -> None:
+    source = MadeWeights(tiny_config("moonlight-megatron"))
+    written(MegatronDistWriter(source.config, dtype=torch.bfloat16), source, tmp_path / "dist")
+    written(MegatronLegacyWriter(source.config, dtype=torch.bfloat16, ep=2), source, tmp_path / "legacy")
+    bias = next(each for each in parameters(source.config) if each.buffer)
+    for weights in (MegatronDistWeights(tmp_path / "dist"), MegatronLegacyWeights(tmp_path / "legacy")):
+        with weights:
+            assert weights.dtypes == ["bfloat16"]
+            assert_equal(source, weights, torch.bfloat16)
+            assert torch.equal(weights.read(bias, [0], bias.shape, torch.float32), source.tensors[bias.name])
 
 
 def layouts() -> st.SearchStrategy[dict[str, Any]]:

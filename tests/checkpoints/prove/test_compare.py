@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from support.models.tiny_models import save_tiny_hf
+from support.models.tiny_models import save_tiny_hf, tiny_config
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.prove.compare import boxes, compare_weights
 
@@ -90,6 +90,17 @@ def test_other_architectures_are_told_key_by_key(llama: Path, tmp_path: Path) ->
     assert found.shapes == (("embedding.weight", (96, 32), (64, 32)),)
     assert "`layers` is 2 in the first, 3 in the second" in found.config
     assert "`tied_embeddings` is false in the first, true in the second" in found.config
+
+
+def test_a_value_that_null_stands_for_is_no_difference(tmp_path: Path) -> None:
+    config = save_tiny_hf("llama-yarn", tmp_path, seed=1)
+    scaling = {"kind": "yarn", "factor": 8.0, "original_positions": 16}
+    same = tiny_config("llama-yarn", rope={"base": 1e4, "scaling": scaling | {"beta_fast": 32.0, "truncate": True}})
+    other = tiny_config("llama-yarn", rope={"base": 1e4, "scaling": scaling | {"beta_fast": 16.0}})
+    assert same != config
+    with HfWeights(tmp_path) as one:
+        assert compare_weights(one, HfWeights(tmp_path, same)).equal
+        assert any("`rope`" in each for each in compare_weights(one, HfWeights(tmp_path, other)).config)
 
 
 def test_a_lost_rope_scaling_is_a_difference_though_all_tensors_are_equal(tmp_path: Path) -> None:

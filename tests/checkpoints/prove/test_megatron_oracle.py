@@ -240,7 +240,7 @@ def test_without_megatron_core_our_decoder_answers_and_the_reason_is_printed(tmp
             {"moe_expert_capacity_factor": 1.5},
             "was not asked: `moe_expert_capacity_factor: 1.5` drops tokens",
         ),
-        pytest.param("llama", {"multi_latent_attention": True}, "failed: ", marks=pytest.mark.full),
+        pytest.param("llama", {"multi_latent_attention": True}, "` is only in ", marks=pytest.mark.full),
         pytest.param(
             "llama",
             {"attention_output_gate": True},

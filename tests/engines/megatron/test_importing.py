@@ -17,7 +17,7 @@ from trainshed.engines.launch import EngineTask
 from trainshed.engines.megatron import megatron_launch, read_megatron
 from trainshed.engines.megatron.arguments import KNOWN_VERSIONS, parse_arguments
 from trainshed.engines.megatron.script import find_arguments
-from trainshed.errors import InputError, RecipeError
+from trainshed.errors import InputError
 from trainshed.recipe import Layout, Recipe, parse_recipe, to_plain
 
 DATA = Path(__file__).parent / "data"
@@ -27,6 +27,22 @@ LLAMA = (
     "--rotary-base 500000 --swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
     "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 64 --train-iters 100 --lr 1e-4 "
     "--bf16 --tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Meta-Llama-3-8B --vocab-size 128256 "
+)
+
+# As NVIDIA's scripts write it: the longest text is the one before the stretch, and the model predicts one token more.
+DEEPSEEK = (
+    "--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --kv-channels 128 "
+    "--seq-length 4096 --max-position-embeddings 4096 --position-embedding-type rope --rotary-base 10000 --swiglu "
+    "--normalization RMSNorm --norm-epsilon 1e-6 --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
+    "--v-head-dim 128 --qk-layernorm --rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0 --num-experts 256 "
+    "--moe-layer-freq ([0]*3+[1]*58) --moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 "
+    "--moe-router-topk 8 --moe-router-pre-softmax --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-bias-update-rate 1e-4 --moe-router-num-groups 8 --moe-router-group-topk 4 "
+    "--moe-router-topk-scaling-factor 2.5 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 "
+    "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.1 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 "
+    "--global-batch-size 64 --train-iters 100 --lr 1e-4 --bf16 --tokenizer-type HuggingFaceTokenizer "
+    "--tokenizer-model deepseek-ai/DeepSeek-V3 --vocab-size 129280 "
 )
 
 
@@ -61,6 +77,8 @@ def round_trip_tasks() -> dict[str, EngineTask]:
     return golden_tasks() | {
         "experts and tp": megatron_task("qwen3-30b-a3b", "train.moe={balance_loss: 0.001}",
                                         layout={"tp": 2, "ep": 4, "etp": 2, "recompute": "full"}),
+        "latent attention": megatron_task("moonlight-16b-a3b", "train.moe={balance_loss: 0.001}",
+                                          layout={"tp": 2, "ep": 4, "etp": 1}),
         "uneven stages": megatron_task("llama3-8b", layout={"pp": 2, "vp": 2, "stages": [7, 9, 9, 7]}),
         "a window": megatron_task("mistral-7b-v0.1", layout={"cp": 2}),
         "biases": megatron_task("qwen2.5-7b", "train.schedule={name: wsd, warmup: 5, decay: 20, min_lr: 1.0e-6}"),
@@ -75,10 +93,11 @@ def round_trip_tasks() -> dict[str, EngineTask]:
 
 # What older versions lack of these tasks: from which version on it is there.
 LACKING = {
-    "gpt-175b-fp16": ("--use-sharp", "878d65f"),
-    "uneven stages": ("--pipeline-model-parallel-layout", "878d65f"),
-    "sharded": ("--use-megatron-fsdp", "0.14.0"),
-    "a window": ("--window-size", "0.16.1"),
+    "gpt-175b-fp16": ("has no argument for it (--use-sharp)", "878d65f"),
+    "uneven stages": ("has no argument for it (--pipeline-model-parallel-layout)", "878d65f"),
+    "sharded": ("has no argument for it (--use-megatron-fsdp)", "0.14.0"),
+    "a window": ("has no argument for it (--window-size)", "0.16.1"),
+    "deepseek-v3": ("stretches positions from --max-position-embeddings on (163840)", "0.14.0"),
 }
 
 
@@ -87,11 +106,11 @@ LACKING = {
 def test_what_we_render_reads_back_as_the_same_recipe(name: str, version: str) -> None:
     task = round_trip_tasks()[name]
     recipe = parse_recipe(yaml.safe_dump(to_plain(task.recipe)), [f"engine.version={version}"])
-    option, since = LACKING.get(name, ("", KNOWN_VERSIONS[0]))
+    lacking, since = LACKING.get(name, ("", KNOWN_VERSIONS[0]))
     if KNOWN_VERSIONS.index(version) < KNOWN_VERSIONS.index(since):
-        with pytest.raises(RecipeError) as refused:
+        with pytest.raises(InputError) as refused:
             megatron_launch(EngineTask(recipe, task.config, task.layout, task.steps, task.site))
-        assert f"{version} has no argument for it ({option})" in str(refused.value)
+        assert f"{version} {lacking}" in str(refused.value)
         assert f"engine.version: {since}" in str(refused.value)
         return
     launch = megatron_launch(EngineTask(recipe, task.config, task.layout, task.steps, task.site))
@@ -270,13 +289,26 @@ def test_a_vocabulary_that_nobody_says_is_that_of_the_preset_with_these_sizes() 
         (f"{LLAMA} --bf16 yes", "takes no value"),
         (LLAMA.replace("--lr 1e-4", ""), "no learning rate"),
         ("--lr 1e-4", "names no architecture"),
-        (f"{LLAMA} --multi-latent-attention", "multi_latent_attention"),
+        (
+            f"{LLAMA} --multi-latent-attention",
+            "nothing for `qk_layernorm: False`, `moe_router_score_function: softmax`",
+        ),
+        (f"{DEEPSEEK} --mla-down-proj-fusion", "nothing for `mla_down_proj_fusion: True`"),
     ],
 )
 def test_what_megatron_would_refuse_is_refused(text: str, match: str) -> None:
     with pytest.raises(InputError, match=match) as raised:
         read_megatron(text, "wrong.txt")
     assert "wrong.txt" in str(raised.value)
+
+
+def test_a_command_with_latent_attention_is_the_model_that_it_trains() -> None:
+    found = read_megatron(DEEPSEEK, "deepseek.sh")
+    assert architecture(as_recipe(found)) == model_preset("deepseek-v3").model_copy(update={"max_positions": 4096})
+    assert found.recipe["train"]["moe"] == {"balance_loss": 1e-4, "z_loss": 0.0, "bias_update": 1e-4}
+    dropped = {each.theirs: each.why for each in found.dropped}
+    for option in ("--mtp-num-layers 1", "--mtp-loss-scaling-factor 0.1"):
+        assert "without multi-token prediction" in dropped[option]
 
 
 def test_values_that_only_a_running_shell_knows_are_asked_for() -> None:

@@ -58,7 +58,7 @@ def test_the_index_job_is_as_it_was() -> None:
 
 
 PRESETS = ("llama3-8b", "llama3.1-8b", "qwen2.5-7b", "qwen3-8b", "gpt2-xl", "mistral-7b-v0.1", "mixtral-8x7b",
-           "qwen3-30b-a3b")  # fmt: skip
+           "qwen3-30b-a3b", "moonlight-16b-a3b")  # fmt: skip
 LAYOUTS = st.fixed_dictionaries(
     {},
     optional={
@@ -171,6 +171,10 @@ def check_words(words: tuple[str, ...], version: str) -> None:
 @pytest.mark.parametrize("version", KNOWN_VERSIONS)
 def test_the_golden_launches_are_known_to_every_version(name: str, version: str) -> None:
     task = with_version(TASKS[name], version)
+    if name == "deepseek-v3" and version in ("0.12.3", "878d65f"):
+        with pytest.raises(InputError, match=f"{version} stretches positions from --max-position-embeddings on"):
+            megatron_launch(task)
+        return
     if task.site.sharp and version == "0.12.3":
         with pytest.raises(InputError, match=r"Megatron-LM 0\.12\.3 has no argument for it \(--use-sharp\)"):
             megatron_launch(task)
@@ -182,9 +186,10 @@ def test_the_golden_launches_are_known_to_every_version(name: str, version: str)
 def test_megatron_cores_own_configuration_takes_the_architecture_and_the_layout(name: str) -> None:
     """TransformerConfig of megatron-core 0.16.1 checks far more than a parser does."""
     with warnings.catch_warnings(action="ignore"):
-        from megatron.core.transformer.transformer_config import TransformerConfig
+        from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     said = values(megatron_launch(with_version(TASKS[name], "0.16.1")))
-    has = {each.name for each in fields(TransformerConfig)}
+    kind = MLATransformerConfig if said.get("multi_latent_attention") else TransformerConfig
+    has = {each.name for each in fields(kind)}
     renamed = {"num_experts": "num_moe_experts", "rotary_interleaved": "rotary_interleaved"}
     config = {renamed.get(dest, dest): value for dest, value in said.items() if renamed.get(dest, dest) in has}
     config["layernorm_epsilon"] = said["layernorm_epsilon"]
@@ -195,10 +200,10 @@ def test_megatron_cores_own_configuration_takes_the_architecture_and_the_layout(
         config["virtual_pipeline_model_parallel_size"] = said["num_virtual_stages_per_pipeline_rank"]
     config["pipeline_dtype"] = "bf16"
     with warnings.catch_warnings(action="ignore"):
-        built = TransformerConfig(**config)
+        built = kind(**config)
     task = TASKS[name]
     assert (built.num_layers, built.hidden_size) == (task.config.layers, task.config.hidden)
-    assert (built.kv_channels, built.layernorm_epsilon) == (task.config.head_dim, task.config.norm_eps)
+    assert (built.kv_channels, built.layernorm_epsilon) == (task.config.value_dim, task.config.norm_eps)
     assert (built.tensor_model_parallel_size, built.sequence_parallel) == (task.layout.tp, task.layout.tp > 1)
 
 

@@ -282,6 +282,37 @@ def test_rope_scaling_that_the_program_does_not_read_is_refused() -> None:
         assert launch.arguments[place + 1] == "4"
 
 
+def test_latent_attention_is_written_by_what_each_version_has() -> None:
+    def words_of(preset: str, version: str, *overrides: str) -> tuple[str, ...]:
+        return megatron_launch(megatron_task(preset, f"engine.version={version}", *overrides)).arguments
+
+    newer, older = words_of("moonlight-16b-a3b", "0.16.1"), words_of("moonlight-16b-a3b", "0.12.3")
+    assert newer[newer.index("--rope-type") + 1] == "rope"
+    assert "--rope-type" not in older
+    assert older[older.index("--rotary-scaling-factor") + 1] == "1.0"
+    assert "--q-lora-rank" not in newer
+    assert "--no-rope-fusion" in set(newer) & set(older)
+    assert newer[newer.index("--moe-layer-freq") + 1] == "([0]*1+[1]*26)"
+    with pytest.raises(InputError, match=r"0\.12\.3 stretches positions from --max-position-embeddings on"):
+        words_of("deepseek-v3", "0.12.3")
+    held = words_of("moonlight-16b-a3b", "0.16.1", "train.moe={bias_update: 0.0}")
+    assert held[held.index("--moe-router-bias-update-rate") + 1] == "0.0"
+    assert "--moe-router-bias-update-rate" not in words_of("mixtral-8x7b", "0.16.1")
+    with pytest.raises(RecipeError, match="refuses --multi-latent-attention without TransformerEngine"):
+        words_of("moonlight-16b-a3b", "0.16.1", "engine.args={transformer-impl: local}")
+    with pytest.raises(RecipeError, match="`--kv-lora-rank` contradicts `model`"):
+        words_of("mixtral-8x7b", "0.16.1", "engine.args={kv-lora-rank: 512}")
+
+
+def test_what_megatron_computes_otherwise_with_latents_and_biases_of_scores_is_told() -> None:
+    launch = megatron_launch(megatron_task("moonlight-16b-a3b"))
+    assert any("norms of latents have the epsilon 1e-05 in Megatron" in note for note in launch.notes)
+    assert not any("latents" in note for note in megatron_launch(megatron_task("deepseek-v3")).notes)
+    older = megatron_launch(megatron_task("moonlight-16b-a3b", "engine.version=878d65f")).notes
+    assert any("878d65f rounds the biases of experts' scores" in note for note in older)
+    assert not any("rounds" in note for note in launch.notes)
+
+
 def test_a_recipe_without_a_version_gets_the_arguments_of_a_stated_one() -> None:
     launch = megatron_launch(megatron_task("llama3-8b"))
     assert launch.arguments == megatron_launch(megatron_task("llama3-8b", "engine.version=0.16.1")).arguments

@@ -24,7 +24,7 @@ from trainshed.engines.megatron.arguments import DEFAULT_VERSION
 from trainshed.errors import InputError
 
 DENSE = ("gpt-375m", "llama3.1-8b", "llama3.2-1b", "qwen2.5-7b", "qwen3-8b", "mistral-7b-v0.1")
-EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b")
+EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "moonlight-16b-a3b")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {},
     "tp": {"tp": 2, "recompute": "full"},
@@ -52,7 +52,7 @@ OTHERS = (
 
 def cases(*, whole: bool) -> dict[str, tuple[str, tuple[str, ...], dict[str, Any]]]:
     """Models x layouts x precisions, and some other keys on one of them."""
-    models = (*DENSE, *EXPERTS) if whole else ("gpt-375m", "llama3.1-8b", "mixtral-8x7b")
+    models = (*DENSE, *EXPERTS) if whole else ("gpt-375m", "llama3.1-8b", "mixtral-8x7b", "deepseek-v3")
     matrix = {
         f"{model} | {layout} | {precision}": (model, (f"train.precision={precision}",), LAYOUTS[layout])
         for model, layout, precision in product(models, LAYOUTS, PRECISIONS if whole else ("bf16",))

@@ -115,6 +115,10 @@ def uneven(stages: Any) -> Any:
 
 
 ALIKE: Alike = PRETRAINING_ALIKE | {
+    "train.moe.bias_update": (
+        "null is what the schema defaults it to, for a router with a bias",
+        lambda flat: flat.get("train.moe.bias_update", 0.001) if flat.get("model.config.moe.score_bias") else None,
+    ),
     "observe.tensorboard": (
         "true and null are both on, and a profile is written there too",
         lambda flat: flat.get("observe.tensorboard", True) or "observe.profile.start" in flat,
@@ -200,14 +204,22 @@ def test_import_of_what_is_rendered_is_the_recipe(
 @pytest.mark.parametrize("version", SAMPLED_VERSIONS)
 @settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(
-    preset=st.sampled_from(["mixtral-8x7b", "qwen3-30b-a3b"]),
+    preset=st.sampled_from(["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "moonlight-16b-a3b"]),
     training=TRAINING,
     experts=EXPERTS,
     layout=LAYOUT,
+    rate=st.sampled_from([None, 0.0, 0.001, 0.02]),
 )
 def test_import_of_a_mixture_of_experts_is_the_recipe(
-    version: str, preset: str, training: dict[str, Any], experts: dict[str, Any], layout: dict[str, Any]
+    version: str,
+    preset: str,
+    training: dict[str, Any],
+    experts: dict[str, Any],
+    layout: dict[str, Any],
+    rate: float | None,
 ) -> None:
+    if rate is not None and "train.moe" in experts and model_preset(preset).mla is not None:
+        experts = experts | {"train.moe": experts["train.moe"] | {"bias_update": rate}}
     keys = {f"layout.{key}": value for key, value in layout.items()} | DATA[1] | training | experts
     check_round_trip(drawn_task(version, preset, {}, keys | {"train.steps": 300}))
 

@@ -151,6 +151,33 @@ _TINY: dict[str, dict[str, Any]] = {
         "mla": {"kv_rank": 16, "nope_dim": 8, "rope_dim": 6, "value_dim": 10, "rope_interleaved": False},
         "moe": _DEEPSEEK_EXPERTS | {"normalize_top_k": False, "scale": 1.5, "dense_first": 2},
     },
+    # The same two as Megatron's arguments can say them: positions stretched from 4096 on, pairs that are neighbours,
+    # weights of experts that sum to 1, groups chosen by top_k / top_groups = 2 experts.
+    "deepseek-megatron": {
+        "family": "deepseek_v3",
+        **_LATENT,
+        "max_positions": 16384,
+        "rope": {
+            "base": 10000.0,
+            "scaling": {
+                "kind": "yarn",
+                "factor": 4.0,
+                "original_positions": 4096,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+            },
+        },
+        "mla": {"query_rank": 12, "kv_rank": 10, "nope_dim": 6, "rope_dim": 8, "value_dim": 5},
+        "moe": _DEEPSEEK_EXPERTS | {"experts": 12, "top_k": 4, "groups": 4, "top_groups": 2, "dense_first": 1},
+    },
+    "moonlight-megatron": {
+        "family": "deepseek_v3",
+        **_LATENT,
+        "norm_eps": 1e-5,
+        "rope": {"base": 50000.0},
+        "mla": {"kv_rank": 16, "nope_dim": 8, "rope_dim": 6, "value_dim": 10},
+        "moe": _DEEPSEEK_EXPERTS | {"scale": 2.446, "dense_first": 2},
+    },
     # As gpt-oss: YaRN with bounds that are not rounded; a limit that bends a good part of gates and ups.
     "gpt_oss": {
         "family": "gpt_oss",
@@ -233,7 +260,9 @@ FAMILIES = (
 VARIANTS = tuple(_TINY)
 """All tiny models: the families, and what a family can be besides."""
 LATENT = ("deepseek_v3", "deepseek-plain")
-"""Tiny models that Megatron is not told of."""
+"""Tiny models with latent attention."""
+MEGATRON_LATENT = ("deepseek-megatron", "moonlight-megatron")
+"""Those that Megatron's arguments can say."""
 _NOT_IN_MEGATRON = (
     "llama-yarn",
     "qwen2-mixed",
@@ -251,7 +280,7 @@ _NOT_IN_MEGATRON = (
 )
 MEGATRON_VARIANTS = tuple(variant for variant in VARIANTS if variant not in _NOT_IN_MEGATRON)
 """Those that Megatron's arguments can say."""
-MEGATRON_FAMILIES = tuple(family for family in FAMILIES if family not in _NOT_IN_MEGATRON)
+MEGATRON_FAMILIES = (*(family for family in FAMILIES if family not in _NOT_IN_MEGATRON), MEGATRON_LATENT[0])
 
 
 def tiny_config(family: str, **changes: Any) -> ModelConfig:

@@ -88,6 +88,15 @@ def golden_tasks() -> dict[str, EngineTask]:
             nodes=4,
             layout={"pp": 4, "vp": 8, "ep": 8},
         ),
+        # Uneven stages, as 61 layers ask for.
+        "deepseek-v3": megatron_task(
+            "deepseek-v3",
+            "train.moe={balance_loss: 0.0001, bias_update: 0.0005}",
+            "train.global_batch=2048",
+            "data.sequence_length=4096",
+            nodes=32,
+            layout={"pp": 8, "ep": 32, "stages": [7, 8, 8, 8, 8, 8, 7, 7], "recompute": "full"},
+        ),
         # Continued pretraining of the MinIO seed, on MI300X.
         "llama3.1-70b-cpt-amd": megatron_task(
             "llama3.1-70b",

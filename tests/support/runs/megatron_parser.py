@@ -28,6 +28,11 @@ def answer(task: dict) -> str | None:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             args = arguments.parse_args()
             arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
+            # What its layers do not take is refused here, and by no other check. For fp8 it asks Transformer Engine,
+            # for uneven stages the other ranks: neither is here.
+            alone = args.fp8 is None and not getattr(args, "pipeline_model_parallel_layout", None)
+            if args.multi_latent_attention and alone:
+                arguments.core_transformer_config_from_args(args)
     except SystemExit:
         return (said.getvalue().strip().splitlines() or ["it ends"])[-1]
     except Exception as error:

@@ -28,6 +28,7 @@ from trainshed.checkpoints.hf.companion_files import (
     read_companions,
     with_chat_template,
 )
+from trainshed.checkpoints.megatron.unsupported import latent_norm_note
 from trainshed.checkpoints.prove.verdict import Verdict, prove, prove_quantized, write_verdict
 from trainshed.checkpoints.quantization import WeightQuantization, quantization_of
 from trainshed.checkpoints.weights import OutputFile, Weights, WeightsWriter, dtype_name
@@ -130,6 +131,8 @@ def convert_weights(
             reporter.note("this conversion is done already; it was not compared once more, as it is not on this disk")
             return _conversion_result(source_weights, target, earlier, target_place.verdict(), made_now=0)
     with target_place.folder.locked(), source_weights.open(target_place.folder.path, reporter) as weights:
+        if "megatron" in f"{source_weights.format} {to.name}" and (note := latent_norm_note(weights.config)):
+            reporter.note(note)
         companions = read_companions(
             source_weights.address, source_weights.format, tokenizer=tokenizer, options=options
         )

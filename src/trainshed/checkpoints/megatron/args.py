@@ -2,21 +2,28 @@
 
 Megatron's `--use-checkpoint-args` reads some of them; the others must be on its command line. All are stored, so that
 nothing about a model is lost. An architecture for which Megatron has no argument is refused, and so is an argument
-that our decoder does not implement.
+that our decoder does not implement (`unsupported.py`).
 """
 
 from __future__ import annotations
 
+import ast
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainshed.checkpoints.megatron.unsupported import (
+    LLAMA3_ROPE_SCALING,
+    YARN_POSITIONS,
+    refuse_unsupported_args,
+    refuse_unsupported_config,
+)
 from trainshed.errors import InputError
 from trainshed.models.megatron_tensors import ExpertNaming, LayerSpec
 from trainshed.recipe import ModelConfig
 from trainshed.recipe.model import FIXED_BY_FAMILY
-from trainshed.recipe.model_parts import Moe
+from trainshed.recipe.model_parts import Mla, RopeScaling
 from trainshed.recipe.validation import validate
 from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 
@@ -27,6 +34,8 @@ if TYPE_CHECKING:
 FAMILY_ARG = "trainshed_family"
 """The one argument that is ours: Megatron has no argument for a family."""
 _MISSING = object()
+_MAX_LAYERS = 10_000
+"""More than any model has: a pattern that asks for more is not computed."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,8 @@ def to_args(
     }
     if config.moe is not None:
         args["moe_grouped_gemm"] = experts == "grouped"
+    if config.mtp_layers:
+        args["mtp_num_layers"] = config.mtp_layers
     return Namespace(**args)
 
 
@@ -100,7 +111,7 @@ def architecture_args(config: ModelConfig) -> dict[str, Any]:
     args: dict[str, Any] = {
         "num_layers": config.layers,
         "hidden_size": config.hidden,
-        "ffn_hidden_size": config.ffn if moe is None else moe.ffn,
+        "ffn_hidden_size": moe.ffn if moe is not None and not config.has_dense_layers else config.ffn,
         "num_attention_heads": config.heads,
         "group_query_attention": config.kv_heads != config.heads,
         "num_query_groups": config.kv_heads,
@@ -110,7 +121,7 @@ def architecture_args(config: ModelConfig) -> dict[str, Any]:
         "rotary_base": int(rope.base) if rope else 10000,
         "rotary_percent": rope.fraction if rope else 1.0,
         "rotary_interleaved": False,
-        "rotary_seq_len_interpolation_factor": int(scaling.factor) if scaling and not llama3 else None,
+        "rotary_seq_len_interpolation_factor": int(scaling.factor) if scaling and scaling.kind == "linear" else None,
         "use_rope_scaling": llama3,
         "rope_scaling_factor": LLAMA3_ROPE_SCALING["factor"],
         "window_size": (config.sliding_window - 1, 0) if config.sliding_window else None,
@@ -125,19 +136,49 @@ def architecture_args(config: ModelConfig) -> dict[str, Any]:
         "bias_gelu_fusion": config.activation == "gelu_tanh",
         "untie_embeddings_and_output_weights": not config.tied_embeddings,
         "init_method_std": config.init_std,
+        "multi_latent_attention": config.mla is not None,
         "num_experts": moe.experts if moe else None,
     }
+    if config.mla is not None:
+        args |= _latent_args(config.mla, scaling)
     if moe is not None:
         args |= {
             "moe_ffn_hidden_size": moe.ffn,
-            "moe_layer_freq": 1,
+            "moe_layer_freq": [int(config.has_experts(layer)) for layer in range(config.layers)]
+            if config.has_dense_layers
+            else 1,
             "moe_router_topk": moe.top_k,
-            # The weights of the chosen sum to 1 if the softmax comes after the choice.
-            "moe_router_pre_softmax": not moe.normalize_top_k,
-            "moe_router_score_function": "softmax",
+            # The weights of the chosen sum to 1 if the softmax comes after the choice; sigmoids' always do.
+            "moe_router_pre_softmax": moe.scores == "softmax" and not moe.normalize_top_k,
+            "moe_router_score_function": moe.scores,
+            "moe_router_enable_expert_bias": moe.score_bias,
+            "moe_router_num_groups": moe.groups if moe.groups > 1 else None,
+            "moe_router_group_topk": moe.top_groups if moe.groups > 1 else None,
+            "moe_router_topk_scaling_factor": moe.scale if moe.scale != 1.0 else None,
             "moe_shared_expert_intermediate_size": moe.shared_ffn or None,
         }
     return args
+
+
+def _latent_args(mla: Mla, yarn: RopeScaling | None) -> dict[str, Any]:
+    """Return the arguments of latent attention, and those that have another value beside it."""
+    # Left out, transformers' mscale is 1 for cosines and sines, and scores do not grow.
+    mscale, all_channels = (yarn.mscale, yarn.mscale_all_dim) if yarn and yarn.mscale else (1.0, 0.0)
+    return {
+        "q_lora_rank": mla.query_rank,
+        "kv_lora_rank": mla.kv_rank,
+        "qk_head_dim": mla.nope_dim,
+        "qk_pos_emb_head_dim": mla.rope_dim,
+        "v_head_dim": mla.value_dim,
+        "rope_type": "rope" if yarn is None else "yarn",
+        "rotary_scaling_factor": 1.0 if yarn is None else yarn.factor,
+        "mscale": mscale,
+        "mscale_all_dim": all_channels,
+        # What attention gives has this width for each head in the layers of `local`.
+        "kv_channels": mla.value_dim,
+        # The norms of latents.
+        "qk_layernorm": True,
+    }
 
 
 def has_zero_centered_norms(args: Namespace | None) -> bool:
@@ -166,18 +207,23 @@ def read_args(namespace: Namespace, where: str, vocab_size: int | None = None) -
         "layers": arg("num_layers"),
         "hidden": arg("hidden_size"),
         "heads": arg("num_attention_heads"),
-        "head_dim": arg("kv_channels", None) or arg("hidden_size") // arg("num_attention_heads"),
         "max_positions": arg("max_position_embeddings"),
         "norm": {"RMSNorm": "rms", "LayerNorm": "layer"}.get(arg("normalization", "LayerNorm")),
         # Called `layernorm_epsilon` since 0.16.
         "norm_eps": arg("layernorm_epsilon", None) or arg("norm_epsilon"),
         "gated": bool(arg("swiglu", False)),
         "tied_embeddings": not arg("untie_embeddings_and_output_weights", False),
-        "qk_norm": bool(arg("qk_layernorm", False)),
         "init_std": arg("init_method_std", 0.02),
         "vocab_size": vocab_size or _true_vocab_size(arg),
     }
     config["kv_heads"] = arg("num_query_groups") if arg("group_query_attention", False) else config["heads"]
+    latent = bool(arg("multi_latent_attention", False))
+    if latent:
+        config["mla"] = _mla(arg)
+        config["mtp_layers"] = arg("mtp_num_layers", None) or 0
+    else:
+        config["head_dim"] = arg("kv_channels", None) or config["hidden"] // config["heads"]
+    config["qk_norm"] = bool(arg("qk_layernorm", False)) and not latent
     biases = bool(arg("add_bias_linear", True)) and not arg("disable_bias_linear", False)
     config |= {"output_bias": biases, "mlp_bias": biases, "qkv_bias": biases or bool(arg("add_qkv_bias", False))}
     if config["gated"]:
@@ -197,13 +243,13 @@ def read_args(namespace: Namespace, where: str, vocab_size: int | None = None) -
     if positions == "rope":
         config["rope"] = {
             "base": float(arg("rotary_base", 10000)),
-            "scaling": _rope_scaling(arg),
+            "scaling": _yarn_scaling(arg) if latent else _rope_scaling(arg),
             "fraction": float(arg("rotary_percent", 1.0)),
         }
     experts = arg("num_experts", None)
     if experts:
-        config["moe"] = _moe(arg, experts)
-    else:
+        config["moe"] = _moe(arg, experts) | (_routing(arg) if latent else {})
+    if not experts or config["moe"].get("dense_first"):
         config["ffn"] = arg("ffn_hidden_size")
     config["family"] = _family(config, arg)
     return validate(ModelConfig, YamlDocument(config, SourceMap(where, keys={})))
@@ -227,10 +273,10 @@ class _ArgsReader:
     """Arguments by name; a missing one is an error that names the checkpoint."""
 
     def __init__(self, args: Namespace, where: str) -> None:
-        self._args, self._where = args, where
+        self.args, self._where = args, where
 
     def __call__(self, name: str, default: Any = _MISSING) -> Any:
-        value = getattr(self._args, name, default)
+        value = getattr(self.args, name, default)
         if value is _MISSING or (value is None and default is _MISSING):
             raise self.error(f"its args have no `{name}`", "only checkpoints that Megatron-LM wrote say what they are")
         return value
@@ -262,23 +308,120 @@ def _rope_scaling(arg: _ArgsReader) -> dict[str, Any] | None:
     return None if factor is None else {"kind": "linear", "factor": float(factor)}
 
 
+def _mla(arg: _ArgsReader) -> dict[str, Any]:
+    return {
+        "query_rank": arg("q_lora_rank", None),
+        "kv_rank": arg("kv_lora_rank"),
+        "nope_dim": arg("qk_head_dim"),
+        "rope_dim": arg("qk_pos_emb_head_dim"),
+        "value_dim": arg("v_head_dim"),
+    }
+
+
+def _yarn_scaling(arg: _ArgsReader) -> dict[str, Any] | None:
+    """Return how latent attention stretches positions: not by its factor of 1, which it has anyway."""
+    factor = float(arg("rotary_scaling_factor", 1.0))
+    # The default of megatron-core is yarn; before 0.14 it is all there is.
+    kind = arg("rope_type", None) or "yarn"
+    mscale, all_channels = float(arg("mscale", 1.0)), float(arg("mscale_all_dim", 0.0))
+    if factor == 1.0:
+        return None
+    if kind != "yarn":
+        if all_channels:
+            raise arg.error(
+                f"`rope_type: {kind}, rotary_scaling_factor: {factor:g}` stretches no position and makes scores grow",
+                "only yarn is read with a factor",
+            )
+        return None
+    # Versions that have no `rope_type` take the longest text for the context before the stretch.
+    original = YARN_POSITIONS if hasattr(arg.args, "rope_type") else arg("max_position_embeddings")
+    scaling = {"kind": "yarn", "factor": factor, "original_positions": original}
+    if (mscale, all_channels) == (1.0, 0.0):
+        return scaling
+    if not mscale or not all_channels:
+        raise arg.error(
+            f"`mscale: {mscale:g}, mscale_all_dim: {all_channels:g}` is no model's here", "both count, or 1.0 and 0.0"
+        )
+    return scaling | {"mscale": mscale, "mscale_all_dim": all_channels}
+
+
 def _moe(arg: _ArgsReader, experts: int) -> dict[str, Any]:
-    frequency = arg("moe_layer_freq", 1)
-    if frequency != 1 and not (isinstance(frequency, list) and all(value == 1 for value in frequency)):
-        raise arg.error(f"`moe_layer_freq: {frequency}` gives some layers no experts", "all layers must have them")
     return {
         "experts": experts,
         "top_k": arg("moe_router_topk"),
         "ffn": arg("moe_ffn_hidden_size", None) or arg("ffn_hidden_size"),
         "shared_ffn": arg("moe_shared_expert_intermediate_size", None) or 0,
         "normalize_top_k": not arg("moe_router_pre_softmax", False),
+        "dense_first": _dense_first(arg),
     }
+
+
+def _routing(arg: _ArgsReader) -> dict[str, Any]:
+    """Return how the routers of models with latent attention choose experts."""
+    if arg("moe_router_score_function", "softmax") != "sigmoid":
+        raise arg.error("its routers have no sigmoid", "beside latent attention only `sigmoid` is read")
+    routing: dict[str, Any] = {
+        "scores": "sigmoid",
+        "score_bias": bool(arg("moe_router_enable_expert_bias", False)),
+        # The weights of several experts sum to 1, that of one is its score.
+        "normalize_top_k": arg("moe_router_topk") > 1,
+        "scale": float(arg("moe_router_topk_scaling_factor", None) or 1.0),
+    }
+    if arg("moe_router_group_topk", None):
+        routing |= {"groups": arg("moe_router_num_groups"), "top_groups": arg("moe_router_group_topk")}
+        best = arg("moe_router_topk") // routing["top_groups"]
+        if routing["groups"] > routing["top_groups"] and best != 2:
+            raise arg.error(f"its groups are chosen by their {best} best experts", "two count here")
+    return routing
+
+
+def _dense_first(arg: _ArgsReader) -> int:
+    """Return how many first layers have no experts; no other layer may lack them."""
+    frequency, layers = arg("moe_layer_freq", 1), arg("num_layers")
+    pattern = evaluate_pattern(frequency) if isinstance(frequency, str) else frequency
+    if pattern == 1:
+        return 0
+    if isinstance(pattern, list) and len(pattern) == layers and 1 in pattern:
+        first = pattern.index(1)
+        latent = bool(arg("multi_latent_attention", False))
+        if pattern == [0] * first + [1] * (layers - first) and (latent or not first):
+            return first
+    raise arg.error(
+        f"`moe_layer_freq: {frequency}` gives some layers no experts",
+        "all layers must have them; with latent attention the first ones may lack them",
+    )
+
+
+def evaluate_pattern(text: str) -> list[int] | int | None:
+    """Return what Megatron makes of a pattern of layers, `([0]*3+[1]*58)`; None where it is no such."""
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int()):
+                return node.value
+            case ast.List():
+                return [value(item) for item in node.elts]
+            case ast.BinOp(op=ast.Add()):
+                return value(node.left) + value(node.right)
+            case ast.BinOp(op=ast.Mult()):
+                parts = value(node.left), value(node.right)
+                sizes = [len(part) if isinstance(part, list) else part for part in parts]
+                if sizes[0] * sizes[1] <= _MAX_LAYERS:
+                    return parts[0] * parts[1]
+        raise ValueError(text)
+
+    try:
+        return value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, RecursionError):
+        return None
 
 
 def _family(config: Mapping[str, Any], arg: _ArgsReader) -> str:
     family = arg(FAMILY_ARG, None)
     if family is not None:
         return family
+    if "mla" in config:
+        return "deepseek_v3"
     plain = FIXED_BY_FAMILY["llama"]  # of keys that Megatron has no argument for
     fits = [
         family
@@ -306,138 +449,3 @@ def _positive(args: Namespace, name: str) -> int:
 # pretrain_gpt.py reads --rotary-seq-len-interpolation-factor from 0.19 on, which has this argument too, and older ones
 # have not.
 _SINCE_LINEAR_ROPE = "step_batch_size_schedule"
-# What `--use-rope-scaling` means: RotaryEmbedding._apply_scaling (rotary_pos_embedding.py) has only the factor as a
-# variable, and pretrain_gpt.py of every version (0.12 to d98e8a64dd) does not hand `--rope-scaling-factor` to it.
-LLAMA3_ROPE_SCALING: dict[str, Any] = {
-    "factor": 8.0,
-    "low_frequency_factor": 1.0,
-    "high_frequency_factor": 4.0,
-    "original_positions": 8192,
-}
-# Arguments that change what is computed, with the values that our decoder implements. An argument that a version of
-# Megatron does not have counts as the first value.
-_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
-    "rotary_interleaved": (False,),
-    "no_rope_freq": (None,),
-    "squared_relu": (False,),
-    "quick_geglu": (False,),
-    "glu_linear_offset": (0.0,),
-    "activation_func_clamp_value": (None,),
-    "moe_mlp_glu_interleave_size": (None,),
-    "multi_latent_attention": (False,),
-    "qk_l2_norm": (False,),
-    "softmax_type": ("vanilla",),
-    "softmax_scale": (None,),
-    "attention_output_gate": (False,),
-    "experimental_attention_variant": (None,),
-    "linear_attention_freq": (None,),
-    "window_attn_skip_freq": (None,),
-    "apply_residual_connection_post_layernorm": (False,),
-    "mtp_num_layers": (None, 0),
-    "heterogeneous_layers_config_path": (None,),
-    "heterogeneous_layers_config_encoded_json": (None,),
-    "hybrid_layer_pattern": (None,),
-    "hybrid_override_pattern": (None,),
-    "moe_router_score_function": ("softmax",),
-    "moe_router_enable_expert_bias": (False,),
-    "moe_router_topk_scaling_factor": (None, 1.0),
-    "moe_router_group_topk": (None,),
-    "moe_shared_expert_gate": (False,),
-    "moe_latent_size": (None,),
-    "moe_expert_capacity_factor": (None,),
-    "moe_apply_probs_on_input": (False,),
-}
-
-
-def parts_without_argument(config: ModelConfig) -> list[str]:
-    """Return the keys of an architecture, with their values, that no argument of Megatron's stands for."""
-    rope = config.rope
-    kind = rope.scaling.kind if rope is not None and rope.scaling is not None else None
-    named = {
-        f"norm_placement: {config.norm_placement}": config.norm_placement != "pre",
-        "zero_centered_norms: true": config.zero_centered_norms,
-        f"qk_norm_span: {config.qk_norm_span}": config.qk_norm_span != "head",
-        "scaled_embeddings: true": config.scaled_embeddings,
-        f"query_scalar: {config.query_scalar}": config.query_scalar is not None,
-        f"attention_soft_cap: {config.attention_soft_cap}": config.attention_soft_cap is not None,
-        f"logit_soft_cap: {config.logit_soft_cap}": config.logit_soft_cap is not None,
-        "attention_sinks: true": config.attention_sinks,
-        f"attention_chunk: {config.attention_chunk}": config.attention_chunk is not None,
-        "attention_temperature": config.attention_temperature is not None,
-        "qk_l2_norm: true": config.qk_l2_norm,
-        "rope.local_only: true": rope is not None and rope.local_only,
-        "rope.interleaved: true": rope is not None and rope.interleaved,
-        "attention_pattern": config.attention_pattern is not None,
-        "rope.local_base": rope is not None and rope.local_base is not None,
-        f"rope.scaling.kind: {kind}": kind == "yarn",
-    }
-    return [name for name, missing in named.items() if missing]
-
-
-def refuse_unsupported_config(config: ModelConfig) -> None:
-    """Raise where Megatron has no argument for a part of an architecture."""
-    scaling = config.rope.scaling if config.rope else None
-    no_argument = "`{}` has no argument of Megatron's"
-    if unwritten := unwritten_parts(config):
-        raise _no_argument_for(", ".join(unwritten), "these parts of a model are not written for Megatron")
-    if missing := parts_without_argument(config):
-        raise _no_argument_for(
-            no_argument.format("`, `".join(missing)), f"the family {config.family} is not one that it builds from them"
-        )
-    if config.gated and config.activation != "silu":
-        raise _no_argument_for(
-            no_argument.format(f"activation: {config.activation}, gated: true"), "only SwiGLU is gated there"
-        )
-    if not config.gated and config.activation not in ("gelu", "gelu_tanh"):
-        raise _no_argument_for(no_argument.format(f"activation: {config.activation}"), "there is gelu and squared relu")
-    if config.output_bias != config.mlp_bias or (config.output_bias and not config.qkv_bias):
-        raise _no_argument_for("biases on some linear layers and not on others", "all have one, or only qkv, or none")
-    if config.activation == "gelu_tanh" and not config.mlp_bias:
-        raise _no_argument_for(no_argument.format("activation: gelu_tanh"), "without biases its gelu is the exact one")
-    if config.rope and not config.rope.base.is_integer():
-        raise _no_argument_for(no_argument.format(f"rope.base: {config.rope.base}"), "--rotary-base is a whole number")
-    if scaling is not None and scaling.kind == "linear" and not scaling.factor.is_integer():
-        raise _no_argument_for(
-            no_argument.format(f"rope.scaling.factor: {scaling.factor}"),
-            "--rotary-seq-len-interpolation-factor is a whole number",
-        )
-    if scaling is not None and scaling.kind == "llama3":
-        for key, fixed in LLAMA3_ROPE_SCALING.items():
-            if getattr(scaling, key) != fixed:
-                raise _no_argument_for(
-                    no_argument.format(f"rope.scaling.{key}: {getattr(scaling, key)}"), f"it is {fixed} there"
-                )
-    if config.moe is not None and config.moe.top_k == 1 and config.moe.normalize_top_k:
-        raise _no_argument_for(
-            no_argument.format("moe.top_k: 1, normalize_top_k: true"), "its router refuses one expert of weight 1"
-        )
-
-
-def unwritten_parts(config: ModelConfig) -> list[str]:
-    """Return what an architecture has that nothing here writes in Megatron's words: keys of `model.config`."""
-    parts = [] if config.mla is None else ["`mla`"]
-    if config.rope is not None and config.rope.scaling is not None and config.rope.scaling.kind == "yarn":
-        parts.append("`rope.scaling.kind: yarn`")
-    if config.moe is not None:
-        usual = Moe(experts=1, top_k=1, ffn=1)
-        keys = ("scores", "score_bias", "groups", "scale", "dense_first", "router_bias", "every", "scale_inputs")
-        changed = [key for key in keys if getattr(config.moe, key) != getattr(usual, key)]
-        parts += [f"`moe.{key}: {str(getattr(config.moe, key)).lower()}`" for key in changed]
-    return parts
-
-
-def _no_argument_for(what: str, hint: str) -> InputError:
-    return InputError(f"Megatron cannot be told: {what}", hint=f"{hint}; keep the model native, or as hf")
-
-
-def refuse_unsupported_args(args: Namespace, where: str) -> None:
-    """Raise where arguments ask for something that our decoder does not implement."""
-    refused = [
-        f"`{name}: {getattr(args, name)}`"
-        for name, allowed in _SUPPORTED_VALUES.items()
-        if getattr(args, name, allowed[0]) not in allowed
-    ]
-    if refused:
-        raise InputError(
-            f"the decoder here has nothing for {', '.join(refused)}", where=where, hint="no argument is ignored"
-        )

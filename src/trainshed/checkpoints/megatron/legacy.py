@@ -53,7 +53,7 @@ from trainshed.checkpoints.torch_save_reader import (
     read_torch_save,
 )
 from trainshed.checkpoints.torch_save_writer import TensorPlaceholder, TorchSaveLayout, TorchSaveWriter
-from trainshed.checkpoints.weights import AdvanceProgress, OutputFile, Weights
+from trainshed.checkpoints.weights import AdvanceProgress, OutputFile, Weights, stored_dtype
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.models.megatron_tensors import (
     EMBEDDING_NAME,
@@ -125,11 +125,27 @@ def check_layout(config: ModelConfig, layout: MegatronLayout) -> None:
         raise _illegal_layout(f"vp {layout.vp} needs a pipeline")
     if config.heads % tp or (kv_heads % tp and tp % kv_heads):
         raise _illegal_layout(f"tp {tp} does not go with {config.heads} heads and {kv_heads} key/value heads")
+    refuse_latent_shards(config, layout)
     experts = config.moe.experts if config.moe else 0
     if not experts and layout.ep > 1:
         raise _illegal_layout(f"ep {layout.ep} needs experts")
     if experts % layout.ep:
         raise _illegal_layout(f"ep {layout.ep} does not divide the {experts} experts")
+
+
+def refuse_latent_shards(config: ModelConfig, layout: MegatronLayout) -> None:
+    """Raise for what this format has no one form of: it depends on Megatron's version, or on who loads it."""
+    if config.mla is not None and layout.tp > 1:
+        raise InputError(
+            f"the legacy format has no one form of latent attention for tp {layout.tp}: versions of Megatron cut its "
+            "down projections, or keep them whole",
+            hint="choose tp 1, or torch_dist, which is the same for all",
+        )
+    if config.mtp_layers:
+        raise InputError(
+            f"`mtp_layers: {config.mtp_layers}`: layers for multi-token prediction are converted in torch_dist only",
+            hint="write --format torch_dist, or leave --format out",
+        )
 
 
 def _illegal_layout(what: str) -> InputError:
@@ -160,6 +176,7 @@ class MegatronLegacyWeights(MegatronWeights):
         args = _args_of(first)
         self.args, self.layout = args, read_layout(args)
         config = config or read_args(computed_args(args), where, vocab_size)
+        refuse_latent_shards(config, self.layout)
         files = self._open(names, first)
         matcher = _TensorMatcher(config, self.layout, files)
         matcher.match(where)
@@ -366,7 +383,8 @@ class _TensorMatcher:
         if first_seen is not matrix:
             self.replicas.setdefault(shard.parameter.name, []).append((first_seen, matrix))
             return
-        self.dtypes.add(matrix.dtype)
+        if not shard.parameter.buffer:
+            self.dtypes.add(matrix.dtype)
         first, count = shard.rows[0], shard.rows[1] - shard.rows[0]
         column = shard.columns[0] if shard.columns else 0
         columns = shard.shape[1] if shard.columns else 1
@@ -491,7 +509,10 @@ class MegatronLegacyWriter:
         for virtual in range(self.layout.vp):
             chunk = list(self._chunk(rank, virtual))
             tensors += chunk
-            placeholders = OrderedDict((tensor.name, TensorPlaceholder(tensor.shape, self._dtype)) for tensor in chunk)
+            placeholders = OrderedDict(
+                (tensor.name, TensorPlaceholder(tensor.shape, stored_dtype(tensor.parameter, self._dtype)))
+                for tensor in chunk
+            )
             document[model_chunk_key(self.layout, virtual)] = placeholders
         return TorchSaveLayout(document, RANK_FILE.removesuffix(".pt")), tensors
 
@@ -535,7 +556,7 @@ def _write_jobs(
 ) -> Iterator[Callable[[], None]]:
     """Yield the jobs that write one tensor: its rows, gate and up rows of a gated one separated, then its padding."""
     first, last = tensor.rows
-    row_bytes = math.prod(tensor.shape[1:]) * copier.dtype.itemsize
+    row_bytes = math.prod(tensor.shape[1:]) * stored_dtype(tensor.parameter, copier.dtype).itemsize
 
     def write_at(offset: int, start: int, data: memoryview) -> None:
         writer.write(number, offset + start, data)

@@ -4,8 +4,9 @@
 are in `common.pt` (up to megatron-core 0.16) or among the entries (`common_state`, later).
 
 We write a file per layer, and one item per tensor, expert and block of rows. Keys are stacked over layers, like
-Megatron's own. An item may be any box of its tensor, so a layer's items are all in that layer's file. The place of
-an item follows from shapes alone, so `.metadata` is computed without reading the files.
+Megatron's own, unless only some of the layers have experts. An item may be any box of its tensor, so a layer's items
+are all in that layer's file. The place of an item follows from shapes alone, so `.metadata` is computed without reading
+the files.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from trainshed.checkpoints.megatron.weights import (
 )
 from trainshed.checkpoints.torch_save_reader import DTYPE_BYTES, PickledTensor, read_torch_save, restricted_unpickle
 from trainshed.checkpoints.torch_save_writer import TensorPlaceholder, TorchSaveLayout, TorchSaveWriter
-from trainshed.checkpoints.weights import AdvanceProgress, OutputFile, Weights
+from trainshed.checkpoints.weights import AdvanceProgress, OutputFile, Weights, stored_dtype
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.models.megatron_tensors import (
     EMBEDDING_NAME,
@@ -57,8 +58,11 @@ from trainshed.models.megatron_tensors import (
     MegatronTensor,
     expert_linear,
     extra_state_modules,
+    has_stacked_layers,
     layer_name,
     layer_name_variants,
+    layer_prefix,
+    mtp_extra_state_modules,
     non_layer_name,
     padded_vocab_size,
     parameters_by_layer,
@@ -72,6 +76,8 @@ METADATA = ".metadata"
 COMMON = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
 _OPTIMIZER = re.compile(r"(^|\.)(optimizer|chained_\d+)\.")
+# The biases of experts' scores are float32 in every checkpoint (`Parameter.buffer`).
+_NOT_WEIGHTS = re.compile(rf"{_OPTIMIZER.pattern}|\.expert_bias$")
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ class MegatronDistWeights(MegatronWeights):
         self.layout = MegatronLayout()
         regions = _match_tensors(config, entries, where)
         self.padded_vocab_size = entries[EMBEDDING_NAME].shape[0]
-        dtypes = [entry.dtype for key, entry in entries.items() if not _OPTIMIZER.search(key)]
+        dtypes = [entry.dtype for key, entry in entries.items() if not _NOT_WEIGHTS.search(key)]
         super().__init__(config, regions, dtypes, has_zero_centered_norms(args))
 
 
@@ -209,7 +215,9 @@ def _find_tensor(
     if parameter.layer is None:
         key = non_layer_name(parameter)
         return [_TensorLocation(key, (), (), 0, rows)] if key in entries else []
-    forms = ((LAYER_PREFIX, (parameter.layer,), (config.layers,)), (f"{LAYER_PREFIX}{parameter.layer}.", (), ()))
+    forms: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = [(layer_prefix(config, parameter), (), ())]
+    if parameter.layer < config.layers:
+        forms.insert(0, (LAYER_PREFIX, (parameter.layer,), (config.layers,)))
     for (spelling, lead, lengths), (prefix, layer, layers) in itertools.product(_spellings(parameter, expert), forms):
         key, lead, lengths = prefix + spelling, layer + lead, layers + lengths
         if key in entries:
@@ -333,7 +341,7 @@ class MegatronDistWriter:
         groups = parameters_by_layer(config)
         before = [parameter for parameter in groups[None] if parameter.name in ("embedding.weight", "positions.weight")]
         after = [parameter for parameter in groups[None] if parameter not in before]
-        by_file = [before, *(groups[layer] for layer in range(config.layers)), after]
+        by_file = [before, *(groups[layer] for layer in range(config.layers + config.mtp_layers)), after]
         self._files: dict[str, list[Parameter]] = {
             f"__0_{number}.distcp": group for number, group in enumerate(by_file)
         }
@@ -356,7 +364,7 @@ class MegatronDistWriter:
         """Yield the jobs that write the items of a file; gate and up rows are read together and go to two items."""
         offset, shares = 0, []
         for item in self._items(name):
-            layout = _item_layout(item.sizes, self._dtype)
+            layout = self._item_layout(item)
             write = partial(TorchSaveWriter(layout, hashed, offset).write, 0)
             offset += layout.length
             if item.rows[0] == item.rows[1]:
@@ -383,8 +391,11 @@ class MegatronDistWriter:
         (folder / LATEST_ITERATION).write_text(RELEASE)
 
     def _size(self, name: str) -> int:
-        items = sum(_item_layout(item.sizes, self._dtype).length for item in self._items(name))
+        items = sum(self._item_layout(item).length for item in self._items(name))
         return items + len(_empty_state()) * sum(1 for _ in self._extra_state_keys(name))
+
+    def _item_layout(self, item: _WriteItem) -> TorchSaveLayout:
+        return _item_layout(item.sizes, stored_dtype(item.tensor.parameter, self._dtype))
 
     def _items(self, name: str) -> Iterator[_WriteItem]:
         for parameter in self._files[name]:
@@ -409,30 +420,42 @@ class MegatronDistWriter:
 
     def _stacked_place(self, tensor: MegatronTensor) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         """Return the key, the lengths of the stacked dims and the index in them."""
-        parameter, layers = tensor.parameter, self.config.layers
+        parameter, config = tensor.parameter, self.config
         if parameter.layer is None:
             return non_layer_name(parameter), (), ()
+        stacked = self._is_stacked(parameter.layer)
+        prefix = LAYER_PREFIX if stacked else layer_prefix(config, parameter)
+        lengths, lead = ((config.layers,), (parameter.layer,)) if stacked else ((), ())
         if tensor.expert is not None:
-            key = f"{LAYER_PREFIX}mlp.experts.experts.{expert_linear(parameter)}.weight"
-            return key, (layers, parameter.shape[0]), (parameter.layer, tensor.expert)
-        key = LAYER_PREFIX + layer_name(self.config, parameter, self._spec, stacked=True)
-        return key, (layers,), (parameter.layer,)
+            key = f"{prefix}mlp.experts.experts.{expert_linear(parameter)}.weight"
+            return key, (*lengths, parameter.shape[0]), (*lead, tensor.expert)
+        return prefix + layer_name(config, parameter, self._spec, stacked=stacked), lengths, lead
+
+    def _is_stacked(self, layer: int) -> bool:
+        return has_stacked_layers(self.config) and layer < self.config.layers
 
     def _extra_state_keys(self, name: str) -> Iterator[str]:
         """Yield the keys of a file's empty extra states, which Megatron needs when it loads strictly."""
-        layer = self._files[name][0].layer
+        first, config = self._files[name][0], self.config
+        layer = first.layer
         if layer is None:
-            if self._spec == "te" and self._files[name][0].name == "norm.weight":
+            if self._spec == "te" and first.name == "norm.weight":
                 yield "decoder.final_layernorm._extra_state/shard_0_1"
             return
-        layers = self.config.layers
-        for module in extra_state_modules(self.config, self._spec):
-            yield f"{LAYER_PREFIX}{module}._extra_state/shard_{layer}_{layers}"
-        experts = self.config.moe.experts if self.config.moe else 0
+        stacked = self._is_stacked(layer)
+        layer_place = f"shard_{layer}_{config.layers}" if stacked else "shard_0_1"
+        if layer >= config.layers:
+            # The first tensor of its file is one that only such a layer has.
+            for module in mtp_extra_state_modules(self._spec):
+                yield f"{layer_prefix(config, first)}{module}._extra_state/{layer_place}"
+        prefix = LAYER_PREFIX if stacked else layer_prefix(config, self._files[name][-1])
+        for module in extra_state_modules(config, self._spec, layer):
+            yield f"{prefix}{module}._extra_state/{layer_place}"
+        experts = config.moe.experts if config.moe and config.has_experts(layer) else 0
         for linear in ("linear_fc1", "linear_fc2"):
             for expert in range(experts):
-                place = f"shard_{layer}.{expert}_{layers}.{experts}"
-                yield f"{LAYER_PREFIX}mlp.experts.experts.{linear}._extra_state/{place}"
+                place = f"{layer}.{expert}_{config.layers}.{experts}" if stacked else f"{expert}_{experts}"
+                yield f"{prefix}mlp.experts.experts.{linear}._extra_state/shard_{place}"
 
     def _metadata(self) -> bytes:
         from trainshed.checkpoints.dcp import DcpMetadataBuilder
@@ -441,8 +464,8 @@ class MegatronDistWriter:
         for name in self._files:
             start = 0
             for item in self._items(name):
-                length = _item_layout(item.sizes, self._dtype).length
-                builder.add_tensor(item.key, item.shape, self._dtype)
+                length = self._item_layout(item).length
+                builder.add_tensor(item.key, item.shape, stored_dtype(item.tensor.parameter, self._dtype))
                 builder.add_chunk(item.key, item.offset, item.sizes, name, start, length)
                 start += length
             for key in self._extra_state_keys(name):

@@ -22,7 +22,7 @@ import torch
 from trainshed.checkpoints.io import BLOCK_BYTES, BufferPool, bytes_of, read_rows
 from trainshed.checkpoints.megatron.args import MegatronLayout
 from trainshed.checkpoints.torch_save_reader import DTYPE_BYTES
-from trainshed.checkpoints.weights import AdvanceProgress, Weights, box_ends, dtype_name, join_names
+from trainshed.checkpoints.weights import AdvanceProgress, Weights, box_ends, dtype_name, join_names, stored_dtype
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.file_locks import OPEN_CLOEXEC
 from trainshed.models.megatron_tensors import MegatronTensor, is_norm_weight, megatron_row_mappings
@@ -243,7 +243,7 @@ class RowShare:
 
 
 class RowCopier:
-    """Copies rows of one source, in one dtype."""
+    """Copies rows of one source, in one dtype; of what is no weight, in the dtype that it is stored in."""
 
     def __init__(self, source: Weights, dtype: torch.dtype, advance: AdvanceProgress) -> None:
         self.dtype = dtype
@@ -265,7 +265,7 @@ class RowCopier:
     def _distribute(
         self, tensor: MegatronTensor, origin: int, first: int, last: int, shares: Sequence[RowShare]
     ) -> None:
-        with borrow_rows(tensor, self._source, first, last, self.dtype) as box:
+        with borrow_rows(tensor, self._source, first, last, stored_dtype(tensor.parameter, self.dtype)) as box:
             for share in shares:
                 rows = box[share.first :: share.stride]
                 start = (first - origin) // share.stride * (rows[:1].numel() * rows.itemsize)

@@ -21,6 +21,7 @@ from trainshed.checkpoints.io import bytes_of
 from trainshed.checkpoints.weights import Weights, dtype_name, stored_dtype
 from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
+from trainshed.recipe.model_parts import YARN_USUAL
 from trainshed.reporting import SILENT, Reporter
 
 BOX_ELEMENTS = 1 << 21
@@ -222,7 +223,17 @@ def _common_dtype(a: Weights, b: Weights, cast: torch.dtype | None) -> torch.dty
 
 def _config_mismatches(a: ModelConfig, b: ModelConfig) -> Iterator[str]:
     """Yield where two architectures compute differently; the initialization of fresh weights does not matter."""
-    one, two = (config.model_dump(mode="json", exclude_none=True, exclude={"init_std"}) for config in (a, b))
+    one, two = (_computed_keys(config) for config in (a, b))
     for key in ModelConfig.model_fields:
         if one.get(key) != two.get(key):
             yield f"`{key}` is {json.dumps(one.get(key))} in the first, {json.dumps(two.get(key))} in the second"
+
+
+def _computed_keys(config: ModelConfig) -> dict[str, Any]:
+    """Return what an architecture computes by: a value that null stands for is as if it were not written."""
+    keys = config.model_dump(mode="json", exclude_none=True, exclude={"init_std"})
+    scaling = (keys.get("rope") or {}).get("scaling") or {}
+    for key, usual in YARN_USUAL.items():
+        if scaling.get(key) == usual:
+            del scaling[key]
+    return keys

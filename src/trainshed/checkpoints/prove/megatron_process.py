@@ -26,13 +26,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainshed.checkpoints.io import bytes_of
-from trainshed.checkpoints.megatron.args import LLAMA3_ROPE_SCALING
 from trainshed.checkpoints.megatron.legacy import MegatronLegacyWeights
 from trainshed.checkpoints.megatron.torch_dist import MegatronDistWeights
+from trainshed.checkpoints.megatron.unsupported import LLAMA3_ROPE_SCALING
 from trainshed.checkpoints.megatron.weights import borrow_rows
 from trainshed.checkpoints.prove.layerwise import LOGITS
 from trainshed.checkpoints.torch_save_reader import PickledObject
-from trainshed.checkpoints.weights import Weights
+from trainshed.checkpoints.weights import Weights, stored_dtype
 from trainshed.models.megatron_tensors import (
     LAYER_PREFIX,
     MegatronTensor,
@@ -87,9 +87,29 @@ def patch_out_gpu() -> None:
     for module in (fused_softmax, utils):
         setattr(module, "get_default_causal_mask", causal)  # noqa: B010
         setattr(module, "get_sliding_window_causal_mask", windowed)  # noqa: B010
+    _accept_latent_widths()
     if not hasattr(moe_utils, "te_general_gemm"):
         # 0.16.1 does not define it where Transformer Engine is missing.
         setattr(moe_utils, "te_general_gemm", None)  # noqa: B010
+
+
+def _accept_latent_widths() -> None:
+    """Let Megatron's own attention stand for Transformer Engine's in latent attention, which alone is told the widths.
+
+    Its scores take any width of keys, and what it gives has `kv_channels`, the width of values, for each head.
+    """
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
+        # 0.16.1 takes it for there, and asks what is an instance of it.
+        setattr(multi_latent_attention, "HAVE_TE", False)  # noqa: B010
+    plain: Any = DotProductAttention.__init__
+
+    def init(self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **keys: Any) -> None:
+        plain(self, *args, **keys)
+
+    setattr(DotProductAttention, "__init__", init)  # noqa: B010
 
 
 def init_single_process() -> None:
@@ -106,13 +126,14 @@ def init_single_process() -> None:
 def build_meta_model(args: Namespace, vocab_size: int) -> nn.Module:
     """Build the model like Megatron-LM's core_transformer_config_from_args and gpt_builder, on the meta device."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     arguments = vars(args)
+    latent = bool(arguments.get("multi_latent_attention"))
+    config_class = MLATransformerConfig if latent else TransformerConfig
     keys = {
         field.name: arguments[field.name]
-        for field in dataclasses.fields(TransformerConfig)
+        for field in dataclasses.fields(config_class)
         if arguments.get(field.name) is not None and not _EXECUTION_KEYS.search(field.name)
     }
     for name, value in keys.items():
@@ -139,19 +160,16 @@ def build_meta_model(args: Namespace, vocab_size: int) -> nn.Module:
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
         "transformer_impl": "local",
+        # Layers that predict further tokens take no part in the next one.
+        "mtp_num_layers": None,
     }
-    config = TransformerConfig(**keys)
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        qk_layernorm=config.qk_layernorm,
-        qk_l2_norm=config.qk_l2_norm,
-        multi_latent_attention=config.multi_latent_attention,
-        normalization=config.normalization,
-    )
+    if latent:
+        keys["q_lora_rank"] = arguments.get("q_lora_rank")  # None counts, and is not the default
+    config = config_class(**keys)
     with torch.device("meta"):
         return GPTModel(
             config,
-            spec,
+            _layer_spec(config),
             vocab_size=vocab_size,
             max_sequence_length=arguments["max_position_embeddings"],
             share_embeddings_and_output_weights=not arguments.get("untie_embeddings_and_output_weights", False),
@@ -163,6 +181,22 @@ def build_meta_model(args: Namespace, vocab_size: int) -> nn.Module:
             rope_scaling_factor=LLAMA3_ROPE_SCALING["factor"],
             seq_len_interpolation_factor=arguments.get("rotary_seq_len_interpolation_factor"),
         ).eval()
+
+
+def _layer_spec(config: Any) -> Any:
+    """Return what the layers are built from: one spec for all, or one for each where only some have experts."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+
+    if config.num_moe_experts:
+        return get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
+        )
+    return get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm,
+        qk_l2_norm=config.qk_l2_norm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
+    )
 
 
 class StateStream:
@@ -210,7 +244,7 @@ class LayerLoader:
     def __init__(self, model: nn.Module, weights: Weights, dtype: torch.dtype) -> None:
         self._model, self._weights, self._dtype = model, weights, dtype
         self._tensors = dict(_named_tensors(weights.config))
-        wanted = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in _stored_parts(model)}
         stored = {name: tensor.shape for name, tensor in self._tensors.items()}
         for name in wanted.keys() ^ stored.keys():
             raise UnsupportedByMegatron(f"`{name}` is only in {'its model' if name in wanted else 'the files'}")
@@ -237,21 +271,28 @@ class LayerLoader:
 
     def _fill_hook(self, part: str) -> Callable[..., None]:
         def fill(module: nn.Module, _: Any) -> None:
-            state = {name: self._read(f"{part}.{name}") for name, _ in module.named_parameters()}
+            state = {name: self._read(f"{part}.{name}") for name, _ in _stored_parts(module)}
             module.load_state_dict(state, strict=False, assign=True)
 
         return fill
 
     def _read(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
-        with borrow_rows(tensor, self._weights, *tensor.rows, self._dtype) as rows:
+        dtype = stored_dtype(tensor.parameter, self._dtype)
+        with borrow_rows(tensor, self._weights, *tensor.rows, dtype) as rows:
             parts = (rows[0::2], rows[1::2]) if tensor.gated else (rows,)
             return torch.cat([part.float() for part in parts])
 
 
+def _stored_parts(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a module that a checkpoint has: its weights, and the biases of experts' scores."""
+    yield from module.named_parameters()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(".expert_bias"))
+
+
 def _named_tensors(config: ModelConfig) -> Iterator[tuple[str, MegatronTensor]]:
     """Yield all tensors by their names in the `local` layers; rows that pad the vocabulary are left out."""
-    for parameter in parameters(config):
+    for parameter in parameters(config.with_mtp_layers(0)):
         for tensor in whole_tensors(config, parameter, config.vocab_size):
             if parameter.layer is None:
                 yield non_layer_name(parameter), tensor

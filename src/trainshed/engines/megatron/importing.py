@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from trainshed.checkpoints.megatron.args import LLAMA3_ROPE_SCALING
+from trainshed.checkpoints.megatron.unsupported import LLAMA3_ROPE_SCALING
 from trainshed.engines.importing import GPT2_VOCABULARY, ImportedConfig, ImportMistake, recipe_name
 from trainshed.engines.megatron.argument_import import ArgumentImport
 from trainshed.engines.megatron.arguments import DEFAULT_VERSION, parse_arguments

@@ -6,7 +6,6 @@ An argument is called by the name of what it sets (argparse's dest). One that a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from trainshed.engines.key_table import (
     KeyTable,
     budget_rows,
     choice,
+    choice_if,
     follows,
     has_start_budget,
     not_read,
@@ -70,8 +70,10 @@ from trainshed.engines.megatron.model_args import (
     ARCHITECTURE,
     groups_experts,
     has_experts,
+    has_latents,
     has_tokenizer,
     imports_experts,
+    imports_latents,
     padded_vocabulary,
     read_architecture,
     render_architecture,
@@ -123,7 +125,10 @@ _STATE_OF_BASE = "base weights have no state, and a run's own checkpoints are lo
 _STATE_IS_SAVED = "state is always saved, so that a run can resume"
 _TOKENIZER_FILES = "the tokenizer's own files are found by its address"
 _SCHEDULE_COUNTS = "the recipe's schedule always counts"
+_FUSED_LATENTS = "mla_down_proj_fusion"
+_BIAS_UPDATE = "train.moe.bias_update"
 _IN_STORE = "runs are kept in the store"
+_WITHOUT_MTP = "engine: megatron is rendered without multi-token prediction; engine: torch has it (train.mtp)"
 _PADDING_VERSIONS = versions_with("padded_vocab_size")
 
 
@@ -189,20 +194,6 @@ def _dropped_choice(key: str, value: Any, drop: str, **more: Any) -> KeyRow:
     return KeyRow((key,), "engine.args", lambda task: value, chosen=True, drop=drop, **more)
 
 
-def _choice_if(
-    key: str, value: Any, when: Callable[[EngineTask], bool], read: Callable[[ArgumentImport], Any]
-) -> KeyRow:
-    """Return the row of an argument that Trainshed chooses for some tasks; `read` tells the same of an import."""
-    return KeyRow(
-        (key,),
-        "engine.args",
-        lambda task: value,
-        lambda config: value if read(config) else OMIT,
-        when=when,
-        chosen=True,
-    )
-
-
 _MODEL_ROWS = (
     KeyRow(ARCHITECTURE, "model", render_architecture, read_architecture),
     KeyRow(
@@ -224,11 +215,15 @@ _MODEL_ROWS = (
         versions=tuple(version for version in KNOWN_VERSIONS if version not in _PADDING_VERSIONS),
     ),
     choice("transformer_impl", "transformer_engine"),
-    _choice_if("moe_grouped_gemm", True, groups_experts, imports_experts),
-    _choice_if("moe_token_dispatcher_type", "alltoall", has_experts, imports_experts),
-    _choice_if("moe_router_dtype", "fp32", has_experts, imports_experts),
+    choice_if("moe_grouped_gemm", True, groups_experts, imports_experts),
+    choice_if("moe_token_dispatcher_type", "alltoall", has_experts, imports_experts),
+    choice_if("moe_router_dtype", "fp32", has_experts, imports_experts),
+    # Megatron calls it experimental in latent attention; 0.12 stops with it, others stop with it beside plain rope.
+    choice_if("apply_rope_fusion", False, has_latents, imports_latents),
+    # Its checkpoints have one matrix for both down projections, which are two in every other format.
+    follows(_FUSED_LATENTS, "model", lambda task: False, "model", versions=versions_with(_FUSED_LATENTS)),
     KeyRow(
-        ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+        ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
         "train.moe",
         render_router,
         read_router,
@@ -307,9 +302,9 @@ _TRAINING_ROWS = (
     KeyRow(("bf16", "fp16", "fp8"), "train.precision", render_precision, read_precision),
     _unset("train.precision", "fp4"),
     # Delayed scaling as NVIDIA's recipes have it (GKE's llama3-70b-fp8: history 1024, algorithm max).
-    _choice_if("fp8_recipe", "delayed", is_fp8, imports_fp8),
-    _choice_if("fp8_amax_history_len", 1024, is_fp8, imports_fp8),
-    _choice_if("fp8_amax_compute_algo", "max", is_fp8, imports_fp8),
+    choice_if("fp8_recipe", "delayed", is_fp8, imports_fp8),
+    choice_if("fp8_amax_history_len", 1024, is_fp8, imports_fp8),
+    choice_if("fp8_amax_compute_algo", "max", is_fp8, imports_fp8),
 )
 _LAYOUT_ROWS = (
     KeyRow((), "layout", read=lambda config: {}),
@@ -367,7 +362,7 @@ _LAYOUT_ROWS = (
         lambda config: sharding(config) != "none",
         chosen=True,
     ),
-    _choice_if(
+    choice_if(
         "gradient_accumulation_fusion",
         False,
         lambda task: uses_fsdp(task.layout),
@@ -577,6 +572,7 @@ MEGATRON_TABLE = KeyTable(
         *_DATA_ROWS,
         *_CHECKPOINT_ROWS,
         *_LOG_ROWS,
+        not_read(_WITHOUT_MTP, "mtp_num_layers", "mtp_loss_scaling_factor"),
         not_read(_DECIDED_HERE, "distributed_backend", "legacy_tokenizer"),
         not_read(_IN_STORE, "wandb_project", "wandb_exp_name", "wandb_save_dir"),
     ),
@@ -592,7 +588,7 @@ MEGATRON_TABLE = KeyTable(
         *("tokenizer", "checkpoint.every", "checkpoint.async", "checkpoint.resume", "observe", "engine.args"),
     ),
     unsaid={
-        **PRETRAINING_UNSAID,
+        **{key: why for key, why in PRETRAINING_UNSAID.items() if key not in ("model.config.mla", _BIAS_UPDATE)},
         "checkpoint.keep": "Megatron deletes no checkpoints: another program of the job does",
         "observe.dllogger": REFUSED,
     },

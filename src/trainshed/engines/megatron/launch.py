@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from trainshed.checkpoints.megatron import retention
+from trainshed.checkpoints.megatron.unsupported import latent_norm_note
 from trainshed.engines.document_flags import DOCUMENT_MASK_KEY, MASK_IGNORED, document_problems
 from trainshed.engines.key_table import mirror_problems, unhonoured_problems
 from trainshed.engines.keys import EngineSetting
@@ -26,6 +27,7 @@ from trainshed.engines.megatron.model_args import padded_vocabulary, sequence_le
 from trainshed.engines.megatron.settings import MegatronSettings, add_engine_args
 from trainshed.engines.megatron.training_args import run_length
 from trainshed.engines.megatron.versions import (
+    FLOAT32_BIAS_VERSIONS,
     fit_to_version,
     known_image,
     since,
@@ -35,6 +37,7 @@ from trainshed.engines.megatron.versions import (
 from trainshed.engines.profiles import ONCE_WITH_ONE_STEP_BEFORE, profile_problems
 from trainshed.errors import InputError
 from trainshed.plan.legality import layout_problems
+from trainshed.recipe import ModelConfig
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
 
@@ -179,6 +182,13 @@ def _notes(task: EngineTask, settings: MegatronSettings) -> Iterator[str]:
     profile = recipe.observe.profile
     if profile is not None and settings.known.version not in PROFILE_OPTION_VERSIONS:
         yield f"Megatron-LM {settings.known.version} records shapes and stacks in every profile"
+    if note := latent_norm_note(config):
+        yield note
+    if config.moe is not None and config.moe.score_bias and settings.known.version not in FLOAT32_BIAS_VERSIONS:
+        yield (
+            f"Megatron-LM {settings.known.version} rounds the biases of experts' scores to the weights' precision when "
+            f"it loads a checkpoint: {FLOAT32_BIAS_VERSIONS[0]} and newer do not"
+        )
     if config.moe is not None and recipe.train.moe is None:
         yield "the router's losses are as the schema defaults them: train.moe"
     if task.site.sharp and layout.dp == 1:
@@ -252,6 +262,7 @@ def _fp8_problems(task: EngineTask) -> Iterator[Problem]:
         "hidden": config.hidden,
         "heads · head_dim / tp": config.heads * config.head_dim // layout.tp,
         "ffn / tp": (width or 0) // ranks,
+        **_latent_widths(config),
         "tokens of a micro-batch on a rank": layout.micro_batch * sequence_length(task) // layout.cp // layout.tp,
     }
     for what, size in cut.items():
@@ -262,6 +273,12 @@ def _fp8_problems(task: EngineTask) -> Iterator[Problem]:
                 "write `precision: bf16`, or a smaller tp",
             )
             return
+
+
+def _latent_widths(config: ModelConfig) -> dict[str, int]:
+    if (mla := config.mla) is None:
+        return {}
+    return {"mla.query_rank": mla.query_rank or 0, "mla.kv_rank + rope_dim": mla.kv_rank + mla.rope_dim}
 
 
 def _profile_option_problems(task: EngineTask, version: str) -> Iterator[Problem]:

@@ -17,13 +17,17 @@ from trainshed.engines.keys import format_value
 from trainshed.engines.launch import EngineTask
 from trainshed.engines.megatron.argument_import import ArgumentImport
 from trainshed.engines.megatron.arguments import known_arguments
-from trainshed.engines.megatron.versions import LINEAR_ROPE_VERSIONS, rope_problem, since, task_version
+from trainshed.engines.megatron.versions import ROPE_TYPE_VERSIONS, rope_problem, since, task_version
 from trainshed.errors import InputError
 from trainshed.plan.legality.check import MEGATRON_VOCABULARY_MULTIPLE
 from trainshed.plan.legality.rules import round_up
 from trainshed.recipe import ModelConfig, to_plain
 
 _ROPE_ARGUMENTS = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor")
+_LATENT_ARGUMENTS = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
+    *("rotary_scaling_factor", "mscale", "mscale_all_dim"),
+)
 ARCHITECTURE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention"),
     *("num_query_groups", "kv_channels", "max_position_embeddings", "position_embedding_type"),
@@ -33,7 +37,8 @@ ARCHITECTURE = (
     *("add_qkv_bias", "swiglu", "squared_relu", "bias_gelu_fusion", "untie_embeddings_and_output_weights"),
     *("init_method_std", "num_experts", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_topk"),
     *("moe_router_pre_softmax", "moe_router_score_function", "moe_shared_expert_intermediate_size"),
-    "rotary_interleaved",
+    *("moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_router_topk_scaling_factor", "rotary_interleaved", "multi_latent_attention", *_LATENT_ARGUMENTS),
 )
 """What `architecture_args` writes and `read_args` reads."""
 _VOCABULARY = ("vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by")
@@ -42,6 +47,11 @@ _VOCABULARY = ("vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"
 def has_experts(task: EngineTask) -> bool:
     """Tell whether a task trains a mixture of experts."""
     return task.config.moe is not None
+
+
+def has_latents(task: EngineTask) -> bool:
+    """Tell whether a task trains a model with latent attention."""
+    return task.config.mla is not None
 
 
 def groups_experts(task: EngineTask) -> bool:
@@ -79,10 +89,11 @@ def render_architecture(task: EngineTask) -> dict[str, Any]:
         arguments = architecture_args(config)
     except InputError as error:
         raise InputError(error.what, where=task.recipe.where("model"), hint="write `engine: torch`") from None
-    if problem := rope_problem(config, task_version(task)):
-        versions = " or ".join(LINEAR_ROPE_VERSIONS)
-        hint = f"write engine.version: {versions}, with an image that has it, or engine: torch"
-        raise InputError(problem, where=task.recipe.where("model"), hint=hint)
+    version = task_version(task)
+    if problem := rope_problem(config, version):
+        what, versions = problem
+        hint = f"write engine.version: {' or '.join(versions)}, with an image that has it, or engine: torch"
+        raise InputError(what, where=task.recipe.where("model"), hint=hint)
     arguments["max_position_embeddings"] = max(config.max_positions, sequence_length(task))
     if config.kv_heads == config.heads:
         arguments["num_query_groups"] = None
@@ -92,6 +103,14 @@ def render_architecture(task: EngineTask) -> dict[str, Any]:
         arguments |= dict.fromkeys(_ROPE_ARGUMENTS)
     if not arguments["use_rope_scaling"]:
         arguments["rope_scaling_factor"] = None
+    if config.mla is None:
+        arguments |= dict.fromkeys(_LATENT_ARGUMENTS)
+    elif version not in ROPE_TYPE_VERSIONS:
+        # All there is before 0.14 is yarn, which turns as plain rope does by its factor of 1.
+        arguments["rope_type"] = None
+    if isinstance(pattern := arguments.get("moe_layer_freq"), list):
+        dense = pattern.index(1)
+        arguments["moe_layer_freq"] = f"([0]*{dense}+[1]*{len(pattern) - dense})"
     return arguments
 
 
@@ -133,6 +152,7 @@ def _base_checkpoint(config: ArgumentImport) -> str | None:
 
 def _read_architecture(config: ArgumentImport) -> ModelConfig:
     args = computed_args(config.parsed.namespace())
+    args.mtp_num_layers = None  # a row of its own says what becomes of it
     # As `validate_args` fills them in.
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
@@ -179,3 +199,8 @@ def _matching_preset(config: ModelConfig) -> str | None:
 def imports_experts(config: ArgumentImport) -> bool:
     """Tell whether a list of arguments is of a mixture of experts."""
     return bool(config.get("num_experts"))
+
+
+def imports_latents(config: ArgumentImport) -> bool:
+    """Tell whether a list of arguments is of a model with latent attention."""
+    return bool(config.get("multi_latent_attention"))

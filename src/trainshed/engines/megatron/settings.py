@@ -239,6 +239,9 @@ ARGUMENT_CONFLICTS: tuple[ArgumentConflict, ...] = (
     ArgumentConflict(
         "delay_wgrad_compute", _without("overlap_moe_expert_parallel_comm"), "--overlap-moe-expert-parallel-comm"
     ),
+    ArgumentConflict(
+        "multi_latent_attention", lambda s: s.value("transformer_impl") != "transformer_engine", "TransformerEngine"
+    ),
     ArgumentConflict("qk_clip", lambda s: s.value("transformer_impl") != "transformer_engine", "TransformerEngine"),
     ArgumentConflict("sharp_enabled_group", _without("use_sharp"), "SHARP in the fabric of the cluster file"),
     ArgumentConflict(

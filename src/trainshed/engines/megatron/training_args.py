@@ -15,6 +15,7 @@ from trainshed.engines.megatron.versions import since, task_version
 from trainshed.errors import InputError
 from trainshed.recipe import MoeLosses
 from trainshed.recipe.section import parse_count
+from trainshed.recipe.train import USUAL_BIAS_UPDATE, score_bias_update
 
 STEPPED_VERSIONS = since("0.19.0")
 """Versions that read --step-batch-size-schedule; they take --rampup-batch-size and ignore it."""
@@ -332,11 +333,13 @@ def is_fp8(task: EngineTask) -> bool:
 def render_router(task: EngineTask) -> dict[str, Any]:
     """Return the router's losses: what the recipe does not write is as the schema defaults it."""
     losses = task.recipe.train.moe or MoeLosses()
+    has_bias = task.config.moe is not None and task.config.moe.score_bias
     return {
         # Per sequence, as the recipe means it: it does not change with the layout.
         "moe_router_load_balancing_type": "seq_aux_loss" if losses.balance_loss else "none",
         "moe_aux_loss_coeff": losses.balance_loss or None,
         "moe_z_loss_coeff": losses.z_loss or None,
+        "moe_router_bias_update_rate": score_bias_update(losses, task.config) if has_bias else None,
     }
 
 
@@ -351,7 +354,11 @@ def read_router(config: ArgumentImport) -> Any:
         factor = 0.0
     if kind != "seq_aux_loss" and factor:
         config.ask(f"train.moe.balance_loss: per sequence here, and {kind} in the arguments")
-    return {"balance_loss": factor, "z_loss": config.get("moe_z_loss_coeff") or 0.0}
+    losses = {"balance_loss": factor, "z_loss": config.get("moe_z_loss_coeff") or 0.0}
+    rate = config.get("moe_router_bias_update_rate")
+    if config.get("moe_router_enable_expert_bias") and rate != USUAL_BIAS_UPDATE:
+        losses["bias_update"] = rate
+    return losses
 
 
 def imports_fp8(config: ArgumentImport) -> bool:

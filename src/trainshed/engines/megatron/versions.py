@@ -79,8 +79,17 @@ LINEAR_ROPE_VERSIONS = since("0.19.0")
 """Versions whose pretrain_gpt.py reads --rotary-seq-len-interpolation-factor."""
 
 
-def rope_problem(config: ModelConfig, version: str) -> str | None:
-    """Return why pretrain_gpt.py of a version would compute other positions than a model has, or None."""
+FLOAT32_BIAS_VERSIONS = since("0.14.0")
+"""Versions whose router keeps the biases of scores in float32 while it loads (`_save_to_state_dict` of router.py)."""
+ROPE_TYPE_VERSIONS = versions_with("rope_type")
+"""Versions whose latent attention has plain rope, and YaRN from 4096 positions on."""
+
+
+def rope_problem(config: ModelConfig, version: str) -> tuple[str, tuple[str, ...]] | None:
+    """Return why pretrain_gpt.py of a version would compute other positions than a model has, and which ones would not.
+
+    None: it computes those of the model.
+    """
     scaling = config.rope.scaling if config.rope is not None else None
     if scaling is None:
         return None
@@ -88,7 +97,12 @@ def rope_problem(config: ModelConfig, version: str) -> str | None:
         return (
             f"pretrain_gpt.py of Megatron-LM {version} does not read the factor of linear rope scaling "
             f"({scaling.factor:g}): positions would not be scaled"
-        )
+        ), LINEAR_ROPE_VERSIONS
+    if scaling.kind == "yarn" and version not in ROPE_TYPE_VERSIONS:
+        return (
+            f"Megatron-LM {version} stretches positions from --max-position-embeddings on "
+            f"({config.max_positions}), and this model from {scaling.original_positions} on"
+        ), ROPE_TYPE_VERSIONS
     return None
 
 

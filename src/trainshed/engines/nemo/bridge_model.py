@@ -5,7 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from trainshed.checkpoints.megatron.args import parts_without_argument, read_args
+from trainshed.checkpoints.megatron.args import read_args
+from trainshed.checkpoints.megatron.unsupported import parts_without_argument
 from trainshed.engines.importing import GPT2_VOCABULARY, ConfigImport, vocabulary_of_sizes
 from trainshed.engines.key_table import OMIT
 from trainshed.engines.launch import EngineTask

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainshed.catalog import model_preset, preset_names
-from trainshed.checkpoints.megatron.args import parts_without_argument
+from trainshed.checkpoints.megatron.unsupported import parts_without_argument
 from trainshed.engines.importing import GPT2_VOCABULARY, ConfigImport, is_of_family
 from trainshed.engines.key_table import KEEP, OMIT, WRITTEN_ANYWAY, KeyRow, follows, same, to_floats
 from trainshed.engines.launch import EngineTask

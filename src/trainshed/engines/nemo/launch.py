@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from trainshed.checkpoints.megatron.args import unwritten_parts
+from trainshed.checkpoints.megatron.unsupported import uncommon_parts
 from trainshed.engines.document_flags import DOCUMENT_MASK_KEY, MASK_IGNORED, document_problems
 from trainshed.engines.key_table import budget_problems, mirror_problems, unhonoured_problems
 from trainshed.engines.keys import added_arguments, argument_problems, format_value, to_yaml
@@ -54,7 +54,7 @@ def shared_problems(task: EngineTask) -> Iterator[Problem]:
     if task.site.vendor != "nvidia":
         yield Problem(("engine",), "NeMo's images run on NVIDIA GPUs only", "write engine: torch or megatron")
     yield from unhonoured_problems(recipe, "NeMo")
-    if parts := unwritten_parts(task.config):
+    if parts := uncommon_parts(task.config).values():
         yield Problem(("model",), f"nothing here writes {', '.join(parts)} for NeMo", "write engine: torch")
     yield from document_problems(task)
     if train.mode == "finetune":
