@@ -57,6 +57,30 @@ def test_preparing_from_a_jobs_files_makes_the_run_that_its_ranks_open(tmp_path:
     assert opened.sources[0].tokens > 0
 
 
+@pytest.mark.parametrize(
+    ("saved", "wrote"),
+    [
+        ("checkpoints/step-00000010/manifest.json", "torch"),
+        ("checkpoints-megatron/iter_0000010/.metadata", "megatron"),
+        ("checkpoints/epoch_0/model.safetensors", "torchtune"),
+    ],
+)
+def test_a_run_whose_checkpoints_another_engine_wrote_is_not_begun_again(
+    saved: str, wrote: str, tmp_path: Path
+) -> None:
+    folder, run = job_folder(tmp_path)
+    (run / saved).parent.mkdir(parents=True)
+    (run / saved).touch()
+    if wrote == "torch":
+        run_stage("prepare", folder)
+        return
+    with pytest.raises(InputError, match=f"are of the engine {wrote}, and torch would begin at step 0") as raised:
+        run_stage("prepare", folder)
+    assert raised.value.hint is not None
+    assert "--id NAME" in raised.value.hint
+    assert not (run / "prepared.json").exists()
+
+
 def test_parts_share_the_shards_and_preparing_finds_them_all(tmp_path: Path) -> None:
     folder, run = job_folder(tmp_path, "data.shards=3", parts=2)
     for part in (1, 0):

@@ -49,6 +49,7 @@ from trainshed.storage import LocalStore, Store, StoreOptions, join, open_store,
 from trainshed.storage.attempts import newest_attempt
 from trainshed.storage.manifest import MANIFEST
 from trainshed.workflow.resolve import resolve
+from trainshed.workflow.run_checkpoints import refuse_other_engine
 from trainshed.workflow.runnable import check_runnable
 
 PREPARED_SCHEMA = "trainshed.prepared/2"
@@ -121,6 +122,7 @@ def prepare_run(
             outcome.skipped = base.reused
             outcome.what = f"{resolved.model.from_} {'was already there' if base.reused else 'fetched and proven'}"
             resolved = _with_architecture(resolved, base, tokenizer)
+    refuse_other_engine(resolved, folder)
     began = begun_run(folder)
     artefacts = DataArtefacts(
         resolved, store, tokenizer=tokenizer, workers=workers, options=options, started_run=began, reporter=reporter

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainshed.errors import NotFound
+from trainshed.errors import InputError, NotFound
 from trainshed.reporting import SILENT, Reporter
+from trainshed.run_folder import CHECKPOINTS, step_number
 from trainshed.storage import Store, StoreOptions, join, open_folder, open_store, parse
 
 if TYPE_CHECKING:
@@ -15,6 +16,28 @@ if TYPE_CHECKING:
     from trainshed.checkpoints.native.folder import CheckpointListing
     from trainshed.recipe import Recipe
     from trainshed.workflow.known_runs import KnownRun
+
+
+def refuse_other_engine(recipe: Recipe, run: Path) -> None:
+    """Refuse a run whose checkpoints another engine wrote: this one does not read them, and would begin again.
+
+    The engine is not part of a run's id, so that nothing else would tell.
+    """
+    from trainshed.checkpoints.foreign import list_foreign
+
+    if recipe.checkpoint.resume == "fresh":
+        return
+    listing, wrote = list_foreign(run), None
+    if listing is not None:
+        wrote = "nemo" if listing.engine == "megatron-bridge" else listing.engine
+    elif any(step_number(folder.name) is not None for folder in (run / CHECKPOINTS).glob("*")):
+        wrote = "torch"
+    if wrote is not None and wrote != recipe.engine.name:
+        raise InputError(
+            f"the checkpoints of this run are of the engine {wrote}, and {recipe.engine.name} would begin at step 0",
+            where=recipe.where("engine"),
+            hint=f"`--id NAME` starts another run; `engine: {wrote}` goes on with this one",
+        )
 
 
 @dataclass(frozen=True)
