@@ -15,13 +15,13 @@ from support.runs.job_files import write_files
 from trainshed.checkpoints.convert.convert import convert_weights
 from trainshed.checkpoints.formats import TargetFormat, open_weights
 from trainshed.data.tokens.indexed_dataset import IndexedDataset
-from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
 from trainshed.errors import CorruptData, InputError
 from trainshed.launch.job import CodeArchive
 from trainshed.observe.event_log import read_events
 from trainshed.observe.run_facts import EngineRun, run_facts
 from trainshed.observe.stages import stage_records
 from trainshed.recipe import Recipe, load_cluster, load_recipe
+from trainshed.run_folder import MEGATRON_CHECKPOINTS
 from trainshed.storage import LocalStore
 from trainshed.workflow import open_run_folder
 from trainshed.workflow.stages import check_resumable, run_stage, write_engine_data, write_engine_tokenizer

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainshed.errors import InputError, NoSuchName, TrainshedError
-from trainshed.run_folder import CHECKPOINTS, EXPORT, RECIPE_FILE, is_run
+from trainshed.run_folder import CHECKPOINTS, EXPORT, MEGATRON_CHECKPOINTS, RECIPE_FILE, is_run
 
 if TYPE_CHECKING:
     from trainshed.launch.submissions import Submission
@@ -277,7 +277,6 @@ def _has_weights(folder: Path) -> bool:
 def _weights_of_run(run: Path) -> str:
     from trainshed.checkpoints.foreign import newest_torchtune
     from trainshed.checkpoints.formats import detect_format
-    from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
     from trainshed.errors import NotFound
 
     if (weights := newest_torchtune(run)) is not None:

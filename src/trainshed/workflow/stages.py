@@ -29,7 +29,6 @@ from trainshed.data.prompts import chat_format
 from trainshed.data.tokenize.tokenizer import TOKENIZER_FILES, Tokenizer
 from trainshed.data.tokens.token_source import TokenSource
 from trainshed.engines.launch import WATCH_FOLDER, losses_rank
-from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
 from trainshed.errors import CorruptData, InputError, NotFound, TrainshedError
 from trainshed.launch.attempt import read_job_plan
 from trainshed.launch.image_proof import prove_own_image
@@ -41,7 +40,14 @@ from trainshed.observe.watch_node import shipped_files
 from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe, to_plain
 from trainshed.redaction import shown_address
 from trainshed.reporting import SILENT, Reporter
-from trainshed.run_folder import CHECKPOINTS, CLUSTER_FILE, ENGINE, ENGINE_RUN_FILE, RECIPE_FILE
+from trainshed.run_folder import (
+    CHECKPOINTS,
+    CLUSTER_FILE,
+    ENGINE,
+    ENGINE_RUN_FILE,
+    MEGATRON_CHECKPOINTS,
+    RECIPE_FILE,
+)
 from trainshed.signals import StopSignals, exit_code_of
 from trainshed.storage import LocalStore, StoreOptions, copy_tree, join, open_folder, parse
 from trainshed.workflow.evaluation.evaluate import check_eval_installed

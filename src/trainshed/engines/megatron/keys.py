@@ -113,12 +113,11 @@ from trainshed.engines.megatron.training_args import (
 )
 from trainshed.engines.profiles import profiles
 from trainshed.plan.legality.check import MEGATRON_VOCABULARY_MULTIPLE
+from trainshed.run_folder import MEGATRON_CHECKPOINTS
 
 # Loading and the first compiled step of a large model may keep a rank from the others for longer than the 10 minutes
 # that Megatron gives a collective.
 _TIMEOUT_MINUTES = 30
-MEGATRON_CHECKPOINTS = "checkpoints-megatron"
-"""Where checkpoints are kept in the run's folder: apart from our own, whose names they share."""
 _RUN_FOLDER = "the run has its own folder"
 _DECIDED_HERE = "Trainshed decides it"
 _STATE_OF_BASE = "base weights have no state, and a run's own checkpoints are loaded completely"
