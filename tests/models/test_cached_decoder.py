@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from support.models.one_process import token_rows
-from support.models.tiny_models import VARIANTS, tiny_config
+from support.models.tiny_models import MEGATRON_LATENT, VARIANTS, tiny_config
 from support.runs.small_generators import fresh_chunk
 from trainshed.models.cached_decoder import (
     CachedDecoder,
@@ -50,7 +50,8 @@ def states(decoder: CachedDecoder, tokens: torch.Tensor, cuts: list[list[int]], 
     return found
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+# Those for Megatron differ from other latent ones by their lengths: whole rows of scores would fill the memory.
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant not in MEGATRON_LATENT])
 def test_token_by_token_in_parts_and_whole_are_what_training_computes(variant: str) -> None:
     config = tiny_config(variant)
     chunk = fresh_chunk(config)

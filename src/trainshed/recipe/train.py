@@ -222,9 +222,8 @@ USUAL_BIAS_UPDATE = 0.001
 """`bias_update` where it is left out: DeepSeek-V3's for its first 14.3T tokens (section 4.2 of its report)."""
 
 
-def score_bias_update(losses: MoeLosses | None, config: ModelConfig) -> float:
-    """Return how far the biases of a model's routers move in a step: 0 where they have none."""
-    written = None if losses is None else losses.bias_update
+def score_bias_update(written: float | None, config: ModelConfig) -> float:
+    """Return how far the biases of a model's routers move in a step, by its `bias_update`: 0 where they have none."""
     if config.moe is None or not config.moe.score_bias:
         return 0.0
     return USUAL_BIAS_UPDATE if written is None else written

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,11 @@ def test_the_dump_of_ncclS_watchdog_reads_like_our_own_record(worlds: Path) -> N
     for rank in (0, 2):
         pickled = worlds / "sleeping" / f"pickled-{rank}"
         operations, _ = read_nccl_dump(pickled.read_bytes(), str(pickled))
-        assert operations == read_flight_records(worlds / "sleeping")[rank].collectives
+        recorded = read_flight_records(worlds / "sleeping")[rank].collectives
+        # The two were written one after the other, and the last collective may have ended between them.
+        *before, last = operations
+        assert before == recorded[:-1]
+        assert replace(last, state="") == replace(recorded[-1], state="")
         assert len(operations) >= 4
 
 

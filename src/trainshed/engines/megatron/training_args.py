@@ -339,7 +339,7 @@ def render_router(task: EngineTask) -> dict[str, Any]:
         "moe_router_load_balancing_type": "seq_aux_loss" if losses.balance_loss else "none",
         "moe_aux_loss_coeff": losses.balance_loss or None,
         "moe_z_loss_coeff": losses.z_loss or None,
-        "moe_router_bias_update_rate": score_bias_update(losses, task.config) if has_bias else None,
+        "moe_router_bias_update_rate": score_bias_update(losses.bias_update, task.config) if has_bias else None,
     }
 
 

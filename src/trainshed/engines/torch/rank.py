@@ -322,7 +322,7 @@ def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
         z_loss=train.z_loss,
         moe_balance=moe.balance_loss if moe else 0.0,
         moe_z=moe.z_loss if moe else 0.0,
-        moe_bias_update=score_bias_update(moe, job.config),
+        moe_bias_update=score_bias_update(None if moe is None else moe.bias_update, job.config),
         mtp=0.0 if train.mtp is None else train.mtp.weight,
         dropout=train.dropout,
         seed=job.recipe.seed,
