@@ -48,11 +48,15 @@ def refresh_compute_weights(weights: Iterable[ComputeWeight]) -> None:
         weight.mark_written()
 
 
+def copy_or_cast(weight: torch.Tensor, dtype: torch.dtype, copy: torch.Tensor | None) -> torch.Tensor:
+    """Return a weight in the dtype of the products: its copy, if there is one in that dtype. A copy has no gradient."""
+    return weight.to(dtype) if copy is None or copy.dtype != dtype else copy
+
+
 def in_compute_dtype(weight: torch.Tensor, dtype: torch.dtype, copy: torch.Tensor | None) -> torch.Tensor:
-    """Return a weight in the dtype of the products: its copy, if there is one in that dtype."""
-    if copy is None or copy.dtype != dtype:
-        return weight.to(dtype)
-    return _UseCopy.apply(weight, copy)
+    """Return the same for autograd: the weight has the gradient, whether it is cast or copied."""
+    narrow = copy_or_cast(weight, dtype, copy)
+    return _UseCopy.apply(weight, narrow) if narrow is copy else narrow
 
 
 @torch._dynamo.allow_in_graph

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from trainshed.models.collectives import AxisGroup
+from trainshed.models.compute_weights import copy_or_cast
 
 _comm = torch.ops._c10d_functional
 
@@ -44,11 +45,6 @@ def linear_scatter(x: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | N
     return _ProductScatter.apply(x, weight, copy, tp.name, tp.size)
 
 
-def _in_dtype_of(x: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
-    """Return a weight as it is multiplied with x: its copy, if there is one in that dtype."""
-    return weight.to(x.dtype) if copy is None or copy.dtype != x.dtype else copy
-
-
 def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return gradᵀ · x over all tokens; on a GPU it comes out of the product in this dtype, without a pass to cast."""
     rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
@@ -63,7 +59,7 @@ class _MasterWeightProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
-        narrow = _in_dtype_of(x, weight, copy)
+        narrow = copy_or_cast(weight, x.dtype, copy)
         ctx.save_for_backward(x, narrow)
         ctx.weight_dtype = weight.dtype
         return F.linear(x, narrow)
@@ -83,7 +79,7 @@ class _GatherProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None, group: str, size: int
     ) -> torch.Tensor:
-        narrow = _in_dtype_of(x, weight, copy)
+        narrow = copy_or_cast(weight, x.dtype, copy)
         gathered, out = _gather_and_multiply(x, narrow.t(), group, size)
         ctx.save_for_backward(gathered, narrow)
         ctx.weight_dtype, ctx.group, ctx.size = weight.dtype, group, size
@@ -104,7 +100,7 @@ class _ProductScatter(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None, group: str, size: int
     ) -> torch.Tensor:
-        narrow = _in_dtype_of(x, weight, copy)
+        narrow = copy_or_cast(weight, x.dtype, copy)
         ctx.save_for_backward(x, narrow)
         ctx.weight_dtype, ctx.group, ctx.size = weight.dtype, group, size
         return _multiply_and_scatter(x, narrow.t(), group, size)

@@ -9,6 +9,7 @@ adapters are trained. Frozen weights are never saved, so gate and up rows are st
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -335,11 +336,11 @@ def _keeps_compute_weights(stage: DecoderStage, dtype: torch.dtype) -> bool:
 
 
 def _add_compute_weights(stage: DecoderStage, dtype: torch.dtype) -> None:
+    for module_name, module in named_projections(stage):
+        copy = stage.compute_weights[f"{module_name}.weight"] = ComputeWeight(module.weight, dtype)
+        module.compute_weight = copy.tensor
     for module_name, module in stage.named_modules():
-        if isinstance(module, Linear) and "router" not in module_name:
-            copy = stage.compute_weights[f"{module_name}.weight"] = ComputeWeight(module.weight, dtype)
-            module.compute_weight = copy.tensor
-        elif isinstance(module, GroupedExperts):
+        if isinstance(module, GroupedExperts):
             for name in ("gate_up" if stage.config.gated else "up", "down"):
                 copy = stage.compute_weights[f"{module_name}.{name}"] = ComputeWeight(getattr(module, name), dtype)
                 module.compute_weights[name] = copy.tensor
@@ -360,9 +361,16 @@ def collect_quantized_shards(
     return shards
 
 
+def named_projections(stage: DecoderStage) -> Iterator[tuple[str, Linear]]:
+    """Yield the projections of a stage's layers with their names; the router is none."""
+    for name, module in stage.named_modules():
+        if isinstance(module, Linear) and "router" not in name:
+            yield name, module
+
+
 def projections(stage: DecoderStage) -> list[Linear]:
-    """Return the projections of a stage's layers; the router is none."""
-    return [module for name, module in stage.named_modules() if isinstance(module, Linear) and "router" not in name]
+    """Return the projections of a stage's layers."""
+    return [module for _, module in named_projections(stage)]
 
 
 def describe_float8_exclusions(model: RankModel) -> str | None:

@@ -445,8 +445,9 @@ class Evaluator:
         if self._opened_generator is None:
             model, sequences = self._loaded(), None
             if self.request.tasks and model.decoder.spec.device.type == "cpu":
-                from trainshed.serve.evaluation.lm_eval import CPU_SEQUENCES as sequences
+                from trainshed.serve.evaluation.lm_eval import CPU_SEQUENCES
 
+                sequences = CPU_SEQUENCES
             self._opened_generator = model.generator(
                 max_sequences=sequences, eager=self.loading.eager, reporter=self.reporter
             )
