@@ -84,3 +84,19 @@ def test_paths_of_a_run_and_handlers_of_signals_have_one_home() -> None:
     # Two more: files that run in foreign images, without the rest of the package.
     foreign = {"launch/ray/script_driver.py", "engines/megatron/run_program.py"}
     assert files_with(r"signal\.signal\(") == {"signals.py", *foreign}
+
+
+def test_autograd_functions_of_a_model_are_taken_into_graphs_whole() -> None:
+    """Dynamo of PyTorch 2.11 traces through others and then loses gradients without a word (float32, a no-op `to`).
+
+    `_AttachLosses` returns a view and is traced: on an H200 it gave the gradients of uncompiled blocks in both dtypes.
+    """
+    for file in MODULES:
+        if not shown(file).startswith(("models/", "engines/torch/")):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ClassDef) or node.name == "_AttachLosses":
+                continue
+            if "torch.autograd.Function" in map(ast.unparse, node.bases):
+                decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+                assert decorators == ["torch._dynamo.allow_in_graph"], f"{shown(file)}: {node.name}"

@@ -148,3 +148,21 @@ def test_rows_travel_by_a_permutation_and_their_gradients_travel_back(order: lis
     (found,) = torch.autograd.grad(out, x, direction)
     (expected,) = torch.autograd.grad(x[permutation], x, direction)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own, when it loads its compiler
+def test_a_graph_gives_experts_and_router_the_gradients_that_they_have_without_one() -> None:
+    """Dynamo of PyTorch 2.11 lost the gradients of autograd functions that it traced through, in float32."""
+    gradients = []
+    for captured in (False, True):
+        mlp = expert_mlp()
+        if captured:
+            mlp.compile(backend="aot_eager")
+        x = activations().requires_grad_()
+        out, _ = mlp(x, None)
+        out.square().sum().backward()
+        gradients.append([x.grad, *(parameter.grad for parameter in mlp.parameters())])
+    torch.compiler.reset()
+    for plain, of_graph in zip(*gradients, strict=True):
+        assert plain is not None
+        torch.testing.assert_close(of_graph, plain)

@@ -138,6 +138,7 @@ class ProjectionNorm(Norm):
         return (wide * inverse * weight).to(x.dtype).view_as(x)
 
 
+@torch._dynamo.allow_in_graph
 class _RmsNorm(torch.autograd.Function):
     """RMS normalisation for dtypes and devices without a fused kernel: a third of F.rms_norm's passes over memory.
 

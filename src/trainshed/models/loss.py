@@ -276,6 +276,7 @@ def backward_of_saved(ctx: Any, factor: torch.Tensor, *, unit_factor: bool = Fal
     return tuple(None if saved is None else saved * factor.to(saved.dtype) for saved in ctx.saved_tensors)
 
 
+@torch._dynamo.allow_in_graph
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(

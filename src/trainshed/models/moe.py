@@ -305,6 +305,7 @@ def inverse_permutation(permutation: torch.Tensor) -> torch.Tensor:
     return inverse.scatter_(0, permutation, torch.arange(permutation.numel(), device=permutation.device))
 
 
+@torch._dynamo.allow_in_graph
 class _PermuteRows(torch.autograd.Function):
     """Indexing by a permutation: its gradient is indexing by the inverse, not a scatter with atomics."""
 
@@ -324,6 +325,7 @@ def permute_rows(x: torch.Tensor, permutation: torch.Tensor) -> torch.Tensor:
     return _PermuteRows.apply(x, permutation)
 
 
+@torch._dynamo.allow_in_graph
 class _CopyToExperts(torch.autograd.Function):
     """Copies tokens [T, H] into rows sorted by expert [T · K, H].
 
@@ -341,6 +343,7 @@ class _CopyToExperts(torch.autograd.Function):
         return _sum_rows(grads[0], places, None), None, None
 
 
+@torch._dynamo.allow_in_graph
 class _WeightedSum(torch.autograd.Function):
     """Adds the rows of each token, times their weights [T, K]: the way back of `_CopyToExperts`."""
 

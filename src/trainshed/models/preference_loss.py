@@ -140,6 +140,7 @@ def linear_preference_loss(
     return loss, figures.detach()
 
 
+@torch._dynamo.allow_in_graph
 class _LinearPreferenceLoss(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -20,6 +20,7 @@ _SLICE_SHARE = 8
 """Autograd keeps some tensors of the size of the logits, so slices are smaller than those of cross entropy."""
 
 
+@torch._dynamo.allow_in_graph
 class _SumOverRanks(torch.autograd.Function):
     """Sums over the ranks. All of them compute the same loss from the sum, so the gradient of a part is the sum's."""
 
@@ -69,6 +70,7 @@ class VocabularyLogits:
         return self.log_normalizer() - self.of_labels(labels)
 
 
+@torch._dynamo.allow_in_graph
 class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(

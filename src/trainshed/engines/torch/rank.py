@@ -23,7 +23,7 @@ from trainshed.checkpoints.lora.checkpoint_spec import ADDED, BASE, LORA
 from trainshed.checkpoints.native.hold import hold_checkpoint, must_be_held
 from trainshed.checkpoints.native.writer import CheckpointWriter
 from trainshed.engines.torch import rank_health
-from trainshed.engines.torch.model import RankModel, build_model, describe_float8_exclusions
+from trainshed.engines.torch.model import RankModel, build_model, can_compile_blocks, describe_float8_exclusions
 from trainshed.engines.torch.optimizer_registry import build_rank_optimizer
 from trainshed.engines.torch.parallel import ParallelMesh, build_mesh
 from trainshed.engines.torch.profiler import StepProfiler
@@ -213,6 +213,8 @@ def _train_part(
     model = _build_model(job, mesh)
     if job.recipe.train.precision == "fp8" and (exclusions := describe_float8_exclusions(model)) is not None:
         emit("warning", text=exclusions)
+    if mesh.device.type == "cuda" and not can_compile_blocks(model.config, mesh, model.dtype):
+        emit("warning", text="blocks are not compiled: PyTorch cannot compile these experts with recompute: selective")
     runner = _build_runner(job, model)
     start = load_start_state(job, runner, emit, attempt.store, resume)
     if job.recipe.checkpoint.best is not None:
