@@ -82,8 +82,9 @@ def test_the_best_are_those_that_predicting_every_layout_gives(name: str) -> Non
     engine = training.constants.name
     every = brute_force(SearchSpace.for_training(training, engine, {}))
     found = search_layouts(training, engine=engine, top=6)
-    seconds = sorted(each.step_seconds for each in (found.chosen, *found.runners_up))
-    assert seconds == pytest.approx([each.step_seconds for each in every[:6]])
+    # The chosen one may be a little slower than the fastest, for the room that it leaves.
+    others = [each.step_seconds for each in every if each.layout != found.chosen.layout]
+    assert sorted(each.step_seconds for each in found.runners_up) == pytest.approx(others[:5])
     close = [each for each in every if each.step_seconds <= (1 + CLOSE_WITHIN) * every[0].step_seconds]
     assert found.chosen.layout == min(close, key=tie_break).layout
     assert found.considered >= len(every)
