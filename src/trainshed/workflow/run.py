@@ -43,7 +43,6 @@ from trainshed.workflow.evaluation.stage import EvaluationBesideTraining, evalua
 from trainshed.workflow.layout import phase_layouts, planned_layout, weights_architecture
 from trainshed.workflow.prepare import (
     PreparedRun,
-    checkpoint_home,
     open_run,
     prepare_run,
     resolve,
@@ -51,6 +50,7 @@ from trainshed.workflow.prepare import (
     store_options,
     store_root,
 )
+from trainshed.workflow.run_checkpoints import checkpoint_home, refuse_other_checkpoints
 from trainshed.workflow.runnable import check_export_installed, check_runnable
 from trainshed.workflow.stages import export_run
 
@@ -359,8 +359,9 @@ def train(
 @contextmanager
 def _hold_run(recipe: Recipe, cluster: Cluster, id: str | None, reporter: Reporter) -> Iterator[RunStart]:
     """Hold the recipe's run, once it is known that it can go on."""
-    start = find_start(recipe, cluster, id)
-    check_resumable(start, written_steps(recipe), store_options(cluster))
+    start, options = find_start(recipe, cluster, id), store_options(cluster)
+    refuse_other_checkpoints(start.recipe, start.folder, options)
+    check_resumable(start, written_steps(recipe), options)
     with lock_run(start.folder, start.run):
         note_other_runs(start, reporter)
         for plugin in recipe.plugin_sources:

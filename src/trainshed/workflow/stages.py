@@ -55,7 +55,6 @@ from trainshed.workflow.layout import weights_architecture
 from trainshed.workflow.prepare import (
     PreparedRun,
     check_fit,
-    checkpoint_home,
     fetch_weights,
     prepare_run,
     resolve,
@@ -64,7 +63,7 @@ from trainshed.workflow.prepare import (
     store_root,
     tokenise_part,
 )
-from trainshed.workflow.run_checkpoints import refuse_other_engine
+from trainshed.workflow.run_checkpoints import checkpoint_home, refuse_other_checkpoints
 from trainshed.workflow.runnable import check_export_installed, check_plugins, check_runnable
 from trainshed.workflow.serve import export_address, export_copy_address
 
@@ -82,7 +81,7 @@ def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, re
     check_plugins(recipe, job)
     cluster = written.inside()
     run = Path(job.run)
-    refuse_other_engine(recipe, run)
+    refuse_other_checkpoints(recipe, run, store_options(cluster))
     if recipe.engine.name == "torch" and job.stages[0].name == stage:
         prove_own_image(job_folder, reporter)
     with StageRecorder(LocalStore(run)).stage(recorded_stage(stage, part, parts)) as outcome:
