@@ -156,6 +156,34 @@ def test_a_secret_among_the_arguments_of_an_engine_is_refused_and_not_repeated(
     assert token not in text
 
 
+HF_TOKEN = "hf_" + "aB3dE5gH" * 4
+HOOK = "https://hooks.slack.com/services/T0/B0/" + "x" * 24
+TEXT_DATA = "data={sequence_length: 8, train: [{path: /corpus/x.jsonl}]}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "what", "secret"),
+    [
+        (("data.train=[{script: s.py, args: [--login, %s]}]" % HF_TOKEN,), "data.train.0.args.1", "token of", HF_TOKEN),
+        (("data.train=[{script: s.py, args: [--password, sesame]}]",), "args.1", "a secret by its name", "sesame"),
+        (("notify=[{command: [curl, '%s']}]" % HOOK,), "notify.0.command.1", "may post", HOOK),
+        (("notify=[{webhook: '%s'}]" % HOOK,), "notify.0.webhook", "may post", HOOK),
+        (("observe.wandb={mode: offline, project: %s}" % HF_TOKEN,), "observe.wandb.project", "token of", HF_TOKEN),
+        (("serve.args.api-key=%s" % HF_TOKEN, "serve.engine=vllm", "export={}"), "serve.args", "token of", HF_TOKEN),
+    ],
+)
+def test_a_secret_anywhere_in_a_recipe_is_refused_by_every_door_and_not_repeated(
+    overrides: tuple[str, ...], key: str, what: str, secret: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("recipe.yaml", "data.synthetic=false", TEXT_DATA, "tokenizer=/models/base", *overrides)
+    for door in (("run",), ("train",), ("render", "--on", "./elsewhere.yaml", "--offline")):
+        text = said(capsys, door[0], *words, *door[1:])
+        assert key in text
+        assert what in text
+        assert secret not in text
+    assert not (here / "store").exists(), "work was done"
+
+
 SITES = {
     "slurm without containers": ("slurm-h100", ()),
     "slurm with containers": ("slurm-h100", ("slurm={container: pyxis}", "image=a/b@sha256:0")),
