@@ -164,12 +164,12 @@ TEXT_DATA = "data={sequence_length: 8, train: [{path: /corpus/x.jsonl}]}"
 @pytest.mark.parametrize(
     ("overrides", "key", "what", "secret"),
     [
-        (("data.train=[{script: s.py, args: [--login, %s]}]" % HF_TOKEN,), "data.train.0.args.1", "token of", HF_TOKEN),
+        ((f"data.train=[{{script: s.py, args: [--login, {HF_TOKEN}]}}]",), "data.train.0.args.1", "token of", HF_TOKEN),
         (("data.train=[{script: s.py, args: [--password, sesame]}]",), "args.1", "a secret by its name", "sesame"),
-        (("notify=[{command: [curl, '%s']}]" % HOOK,), "notify.0.command.1", "may post", HOOK),
-        (("notify=[{webhook: '%s'}]" % HOOK,), "notify.0.webhook", "may post", HOOK),
-        (("observe.wandb={mode: offline, project: %s}" % HF_TOKEN,), "observe.wandb.project", "token of", HF_TOKEN),
-        (("serve.args.api-key=%s" % HF_TOKEN, "serve.engine=vllm", "export={}"), "serve.args", "token of", HF_TOKEN),
+        ((f"notify=[{{command: [curl, '{HOOK}']}}]",), "notify.0.command.1", "may post", HOOK),
+        ((f"notify=[{{webhook: '{HOOK}'}}]",), "notify.0.webhook", "may post", HOOK),
+        ((f"observe.wandb={{mode: offline, project: {HF_TOKEN}}}",), "observe.wandb.project", "token of", HF_TOKEN),
+        ((f"serve.args.api-key={HF_TOKEN}", "serve.engine=vllm", "export={}"), "serve.args", "token of", HF_TOKEN),
     ],
 )
 def test_a_secret_anywhere_in_a_recipe_is_refused_by_every_door_and_not_repeated(
