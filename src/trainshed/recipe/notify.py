@@ -80,6 +80,8 @@ class Notification(Section):
         """One way to tell; no secret in an address."""
         if (self.command is None) == (self.webhook is None):
             yield Problem((), "needs exactly one of command and webhook", "write {webhook: {secret: SLACK_WEBHOOK}}")
+        if self.low_goodput != type(self).model_fields["low_goodput"].default and "low_goodput" not in self.kinds:
+            yield Problem(("low_goodput",), "is not told of (`on`)", "write low_goodput in `on`, or delete it")
         if isinstance(self.webhook, str):
             what = credentials_in(self.webhook) or secret_shape(self.webhook)
             if what is not None:
