@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,20 @@ def test_a_secret_anywhere_in_a_recipe_is_refused_by_every_door_and_not_repeated
         assert key in text
         assert what in text
         assert secret not in text
+    assert not (here / "store").exists(), "work was done"
+
+
+@pytest.mark.parametrize("key", ["checkpoint.to", "export.to"])
+def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_trained(
+    key: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "taken").write_text("a file")
+    for door in ("run", "train"):
+        assert "taken is no folder" in said(capsys, door, "recipe.yaml", f"{key}=taken/weights")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    text = said(capsys, "run", "recipe.yaml", f"{key}=closed/weights")
+    assert key in text
+    assert f"{here} cannot be written to" in text
     assert not (here / "store").exists(), "work was done"
 
 

@@ -1,4 +1,4 @@
-"""Keys that a recipe writes and, by what else it says, nothing reads: about text without text, checkpoints that are off.
+"""Keys that a recipe writes and that nothing reads by what else it says: about text without text, for example.
 
 Only values that differ from the default count as written: a resolved recipe has them all.
 """

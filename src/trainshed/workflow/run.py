@@ -38,7 +38,7 @@ from trainshed.recipe.phase_spans import with_rope_base, written_steps
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_path, store_of
 from trainshed.storage import LocalStore, StoreOptions
-from trainshed.workflow.evaluation.evaluate import EvaluationReport, check_eval_installed
+from trainshed.workflow.evaluation.evaluate import EvaluationReport, check_eval_inputs
 from trainshed.workflow.evaluation.stage import EvaluationBesideTraining, evaluate_run
 from trainshed.workflow.layout import phase_layouts, planned_layout, weights_architecture
 from trainshed.workflow.prepare import (
@@ -186,8 +186,7 @@ def check_trainable(recipe: Recipe, cluster: Cluster, *, keys: dict[str, object]
         raise MissingExtra.named("train", "training")
     check_installed(recipe.observe)
     check_export_installed(recipe)
-    if recipe.eval is not None:
-        check_eval_installed(tasks=bool(recipe.eval.tasks))
+    check_eval_inputs(recipe, store_options(cluster))
     try:
         config = architecture(recipe) or weights_architecture(recipe, cluster)
     except RecipeError:

@@ -132,11 +132,23 @@ def check_export_format(recipe: Recipe, config: ModelConfig) -> None:
 
 
 def check_export_installed(recipe: Recipe) -> None:
-    """Refuse an export that this machine lacks a package for, before it is trained."""
+    """Refuse an export that this machine lacks a package for, or a place it cannot write to, before it is trained."""
+    targets = {"checkpoint.to": recipe.checkpoint.to, "export.to": recipe.export.to if recipe.export else None}
+    for key, address in targets.items():
+        if address is not None and "://" not in address and (why := _unwritable(Path(address))) is not None:
+            raise RecipeError(why, where=recipe.where(key), hint="write another path, or check who may write there")
     if recipe.export is not None and recipe.export.format == "gguf" and find_spec("gguf") is None:
         raise MissingExtra.named("gguf", "`export.format: gguf`")
     if recipe.publishes:
         hub_token()
+
+
+def _unwritable(path: Path) -> str | None:
+    """Say why nothing can be written to a folder that may not be there yet; None where nothing speaks against it."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
 
 
 def check_plugins(recipe: Recipe, job: JobFile) -> None:

@@ -50,7 +50,7 @@ from trainshed.run_folder import (
 )
 from trainshed.signals import StopSignals, exit_code_of
 from trainshed.storage import LocalStore, StoreOptions, copy_tree, join, open_folder, parse
-from trainshed.workflow.evaluation.evaluate import check_eval_installed
+from trainshed.workflow.evaluation.evaluate import check_eval_inputs
 from trainshed.workflow.layout import weights_architecture
 from trainshed.workflow.prepare import (
     PreparedRun,
@@ -231,9 +231,8 @@ def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str
     """
     check_installed(recipe.observe)
     check_export_installed(recipe)
-    if recipe.eval is not None:
-        check_eval_installed(tasks=bool(recipe.eval.tasks))
     options = store_options(cluster)
+    check_eval_inputs(recipe, options)
     if recipe.engine.name == "torch" or "data-args" in wanted or "data-prefix" in wanted:
         prepared = prepare_run(recipe, cluster, id=run.name, reporter=reporter)
         tokenizer = prepared.tokenizer
