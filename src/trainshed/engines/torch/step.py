@@ -211,6 +211,8 @@ class EvaluationResult:
     labelled: int
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Those of `StepMetrics`, where pairs are compared."""
+    stop_signal: int | None = None
+    """The signal that some rank has received."""
 
     @classmethod
     def mean(cls, results: Sequence[EvaluationResult]) -> EvaluationResult:
@@ -229,6 +231,7 @@ class EvaluationResult:
             mean([result.loss for result in results]),
             sum(result.labelled for result in results),
             {name: mean([result.rewards[name] for result in results]) for name in results[0].rewards},
+            results[-1].stop_signal,
         )
 
 
@@ -318,20 +321,28 @@ class StepRunner:
             # On every rank from the same sums: copies stay equal bit by bit.
             update_score_bias(shard.local_tensor, load, (1.0 - skip) * rate)
 
-    def evaluate(self, batch: LocalBatch, global_batch: int, labelled: int | None = None) -> EvaluationResult:
+    def evaluate(
+        self,
+        batch: LocalBatch,
+        global_batch: int,
+        labelled: int | None = None,
+        votes: Mapping[str, float] = NO_STOP_VOTES,
+    ) -> EvaluationResult:
         """Return the loss of a batch: of its labelled tokens, or of its pairs.
 
         `labelled` says how many labels a batch has that does not keep documents apart, where not every token has one.
+        `votes` are those of `stop_votes`.
         """
         counts = self._count_batch(batch)
         everything = labelled or global_batch * self.model.sequence_length
         losses = self._forward_backward(batch, global_batch, counts, backward=False, labelled=everything)
         no_gradient = torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
         unhashed = replace(batch, hashes=(0, 0), sources=None)
-        figures = self._all_reduce_figures(no_gradient, losses, unhashed, NO_STOP_VOTES, counts)
+        figures = self._all_reduce_figures(no_gradient, losses, unhashed, votes, counts)
         metrics = PendingMetrics(figures, ()).read()
         counted = metrics.learned_tokens if metrics.pairs is None else metrics.pairs
-        return EvaluationResult(metrics.loss, everything if counted is None else counted, metrics.rewards)
+        labels = everything if counted is None else counted
+        return EvaluationResult(metrics.loss, labels, metrics.rewards, metrics.stop_signal)
 
     def _count_batch(self, batch: LocalBatch) -> torch.Tensor | None:
         """Count the `BATCH_COUNTS` of the global batch, on the device: float64 [3]; None where every token has a label.

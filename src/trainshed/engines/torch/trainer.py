@@ -329,6 +329,8 @@ class Trainer:
             return
         if self._validation_due() and self.record.step != self.step:
             self._validate()
+            if self._stop is not None:
+                return
             if self._is_best():
                 self._save(blocking=True)
         self._stop_early_if_due()
@@ -337,6 +339,8 @@ class Trainer:
         """Validate and save if it is time to. The time this takes does not count for the next step."""
         if self._validation_due():
             self._validate()
+            if self._stop is not None:
+                return
             self._stop_early_if_due()
         if self._checkpoint_due() or self._is_best():
             self._save(blocking=not self.job.recipe.checkpoint.async_)
@@ -357,8 +361,11 @@ class Trainer:
         for name, order in self.job.validations.items():
             if self._is_due(name):
                 with self._validated_weights():
-                    results[name] = evaluate_batches(self.runner, order, sets[name].batches)
+                    results[name] = evaluate_batches(self.runner, order, sets[name].batches, self.stop_signals)
                 self.watchdog.heartbeat(self.step, "validation")
+                if (signal := results[name].stop_signal) is not None:
+                    self._stop = signal  # the run saves now, and measures this when it goes on
+                    return
         # All sets are due whenever one is: the first is always among them, and decides.
         first = next(iter(results))
         loss, named = _finite_or_none(results[first].loss), bool(self.job.recipe.data.named_validations)
