@@ -26,6 +26,7 @@ from trainshed.launch.target import SubmittedJob
 from trainshed.recipe import load_cluster, load_recipe
 from trainshed.storage import LocalStore
 from trainshed.workflow import find_start, note_other_runs, open_run_folder, prepare_run
+from trainshed.workflow.run_checkpoints import refuse_other_checkpoints
 
 HOLD = """
 import sys, time
@@ -246,6 +247,24 @@ def test_fewer_steps_than_are_done_is_an_error(verb: str, here: Path, capsys: py
     assert "write train.steps=6 or more, or --id NAME" in said
     assert run_cli([verb, "recipe.yaml", "train.steps=null", "train.tokens=256"]) == 2
     assert "train.tokens comes to 4 steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["run", "train"])
+def test_checkpoints_kept_elsewhere_from_now_on_are_moved_first_or_the_run_would_begin_again(
+    verb: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = only_run(here)
+    assert run_cli([verb, "recipe.yaml", "checkpoint.to=elsewhere"]) == 2
+    said = capsys.readouterr().err
+    assert "checkpoint.to" in said
+    assert f"the checkpoints of {run.run} are in" in said
+    assert "up to step 6, and in elsewhere/small/" in said
+    assert "there is none: it would begin again there" in said
+    assert "write no `checkpoint.to` to go on" in said
+    assert not (here / "elsewhere").exists()
+    shutil.copytree(run.folder / "checkpoints", here / "elsewhere" / run.run / "checkpoints")
+    refuse_other_checkpoints(load_recipe("recipe.yaml", ["checkpoint.to=elsewhere"]), run.folder)
+    shutil.rmtree(here / "elsewhere")
 
 
 def test_removing_asks_first_says_how_much_and_leaves_what_is_shared(

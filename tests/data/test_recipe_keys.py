@@ -91,6 +91,14 @@ def test_a_flag_becomes_the_key_that_stands_for_it(flags: str, keys: str) -> Non
             "no key 'text'",
             "its keys are 'body': write `key` with the right one, or write `data.on_bad_line: skip` to leave",
         ),
+        ("{path: a.txt, key: body}", "x", (), "`key` is not read: plain text has no fields", "delete `key`"),
+        (
+            "{path: a.jsonl, documents: line}",
+            '{"text": "x"}',
+            (),
+            "`documents` is not read: it is for plain text, and this is jsonl",
+            "a line or a row is a document",
+        ),
         ("{path: a.txt}", "x", ("data.shards=3",), "3 shards are asked for", "write `data.shards: 1` or less"),
     ],
 )
@@ -105,7 +113,7 @@ def test_errors_about_text_name_the_keys_of_the_recipe_and_where_they_stand(
     hint: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / source.removeprefix("{path: ").rstrip("}")).write_text(content)
+    (tmp_path / source.removeprefix("{path: ").rstrip("}").partition(",")[0]).write_text(content)
     write_recipe(tmp_path, source, tokenizer="{train: {vocab_size: 257}}")
     assert run_cli(["run", "recipe.yaml", *overrides]) == 2
     said = capsys.readouterr().err

@@ -15,7 +15,7 @@ from trainshed.cli import run_cli
 from trainshed.launch.fabric import fabric_setup
 from trainshed.recipe import known_clusters, load_cluster
 from trainshed.recipe.cluster import Cluster
-from trainshed.recipe.secret_detection import find_secret, secret_shape
+from trainshed.recipe.secret_detection import find_secret, secret_arguments, secret_shape
 
 DRAWN = random.Random(14)
 RANDOM = [base64.b64encode(b"A" + DRAWN.randbytes(29)).decode() for _ in range(50)]
@@ -106,6 +106,23 @@ def test_no_variable_that_a_fabric_sets_is_taken_for_a_secret() -> None:
 def test_a_shape_is_known_wherever_it_stands() -> None:
     assert secret_shape("--header=Bearer hf_" + "aB3" * 11) == "a token of Hugging Face"
     assert secret_shape("--comment=two words") is None
+
+
+def test_arguments_of_programs_are_secrets_by_the_option_before_them() -> None:
+    secret = ("--api-key=abcdefgh", "--password", "open-sesame", "--hf-token", "abcdefgh")
+    assert [number for number, _ in secret_arguments(secret)] == [0, 2, 4]
+    honest = (
+        "--eod-token",
+        "<|end|>",
+        "--text-key",
+        "body",
+        "--password-file",
+        "x.txt",
+        "--api-key",
+        "$KEY",
+        "--token",
+    )
+    assert list(secret_arguments((*honest, "--verbose", "--password=", "corpus"))) == []
 
 
 def test_a_secret_in_a_cluster_file_is_refused_with_the_line_to_write(

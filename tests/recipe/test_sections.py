@@ -88,6 +88,62 @@ CASES: dict[str, tuple[tuple[str, ...], str, str, str | None]] = {
         "there are no weights with a verdict",
         "delete the line",
     ),
+    # what nothing reads
+    "steps between checkpoints that are off": (
+        ("checkpoint={save: false, every: 7}",),
+        "checkpoint.every",
+        "is not read: no checkpoint is written (`save: false`)",
+        "delete one of the two; on the command line: checkpoint=off",
+    ),
+    "number of checkpoints that are off": (
+        ("checkpoint={save: false, keep: 7}",),
+        "checkpoint.keep",
+        "is not read: no checkpoint is written (`save: false`)",
+        "delete one of the two; on the command line: checkpoint=off",
+    ),
+    "how checkpoints that are off are written": (
+        ("checkpoint={save: false, async: false}",),
+        "checkpoint.async",
+        "is not read: no checkpoint is written (`save: false`)",
+        "delete one of the two",
+    ),
+    "a budget of checkpoints that are off": (
+        ("checkpoint=off", "budgets={checkpoint: 5m}"),
+        "budgets.checkpoint",
+        "no checkpoint is written (`checkpoint: off`)",
+        "delete it",
+    ),
+    "a budget of no validation": (
+        ("budgets={validation: 5m}",),
+        "budgets.validation",
+        "no validation loss is measured",
+        "write `data.validation`, or delete it",
+    ),
+    "averages of no validation": (
+        ("train.ema={decay: 0.9, validation: true}",),
+        "train.ema.validation",
+        "no validation loss is measured",
+        "write `data.validation`, or delete it",
+    ),
+    **{
+        f"{key} of {what}": (
+            (data, "tokenizer=null", f"data.{key}={value}"),
+            f"data.{key}",
+            f"is not read: {why}",
+            "delete it",
+        )
+        for what, data, why in (
+            ("prepared tokens", "data={sequence_length: 8, train: [{tokens: a}]}", "all tokens are prepared already"),
+            ("synthetic data", "data={sequence_length: 8, synthetic: true}", "synthetic data has no text"),
+        )
+        for key, value in (("shards", "3"), ("eod", "false"), ("bos", "true"), ("on_bad_line", "skip"))
+    },
+    "a share that nobody is told of": (
+        ("notify=[{command: [page], on: [end], low_goodput: 0.2}]",),
+        "notify.0.low_goodput",
+        "is not told of (`on`)",
+        "write low_goodput in `on`, or delete it",
+    ),
     # architecture
     "fixed by the family": (
         (NO_PRESET, CONFIG, "model.config.norm=layer"),

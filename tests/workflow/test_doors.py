@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,48 @@ def test_a_secret_among_the_arguments_of_an_engine_is_refused_and_not_repeated(
     assert "engine.args.wandb_project" in text
     assert "a token of Hugging Face" in text
     assert token not in text
+
+
+HF_TOKEN = "hf_" + "aB3dE5gH" * 4
+HOOK = "https://hooks.slack.com/services/T0/B0/" + "x" * 24
+TEXT_DATA = "data={sequence_length: 8, train: [{path: /corpus/x.jsonl}]}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "what", "secret"),
+    [
+        ((f"data.train=[{{script: s.py, args: [--login, {HF_TOKEN}]}}]",), "data.train.0.args.1", "token of", HF_TOKEN),
+        (("data.train=[{script: s.py, args: [--password, sesame]}]",), "args.1", "a secret by its name", "sesame"),
+        ((f"notify=[{{command: [curl, '{HOOK}']}}]",), "notify.0.command.1", "may post", HOOK),
+        ((f"notify=[{{webhook: '{HOOK}'}}]",), "notify.0.webhook", "may post", HOOK),
+        ((f"observe.wandb={{mode: offline, project: {HF_TOKEN}}}",), "observe.wandb.project", "token of", HF_TOKEN),
+        ((f"serve.args.api-key={HF_TOKEN}", "serve.engine=vllm", "export={}"), "serve.args", "token of", HF_TOKEN),
+    ],
+)
+def test_a_secret_anywhere_in_a_recipe_is_refused_by_every_door_and_not_repeated(
+    overrides: tuple[str, ...], key: str, what: str, secret: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("recipe.yaml", "data.synthetic=false", TEXT_DATA, "tokenizer=/models/base", *overrides)
+    for door in (("run",), ("train",), ("render", "--on", "./elsewhere.yaml", "--offline")):
+        text = said(capsys, door[0], *words, *door[1:])
+        assert key in text
+        assert what in text
+        assert secret not in text
+    assert not (here / "store").exists(), "work was done"
+
+
+@pytest.mark.parametrize("key", ["checkpoint.to", "export.to"])
+def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_trained(
+    key: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "taken").write_text("a file")
+    for door in ("run", "train"):
+        assert "taken is no folder" in said(capsys, door, "recipe.yaml", f"{key}=taken/weights")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    text = said(capsys, "run", "recipe.yaml", f"{key}=closed/weights")
+    assert key in text
+    assert f"{here} cannot be written to" in text
+    assert not (here / "store").exists(), "work was done"
 
 
 SITES = {

@@ -315,7 +315,7 @@ CHANGES = {
     "train.spikes.window": Change("train.spikes.window=3", SPIKES),
     "train.spikes.max_in_a_row": Change("train.spikes.max_in_a_row=3", SPIKES),
     "train.ema.decay": Change("train.ema.decay=0.5", EMA),
-    "train.ema.validation": Change("train.ema.validation=true", EMA),
+    "train.ema.validation": Change("train.ema.validation=true", f"{OWN} {EMA}"),
     "train.mtp.layers": Change("train.mtp.layers=2", MTP),
     "train.mtp.weight": Change("train.mtp.weight=0.1", MTP),
     "export.weights": Change("export.weights=ema", f"{EMA} export={{}}"),
@@ -395,7 +395,7 @@ CHANGES = {
     "observe.profile.stacks": Change("observe.profile.stacks=true", "observe.profile={}"),
     "observe.profile.shapes": Change("observe.profile.shapes=true", "observe.profile={}"),
     **{
-        f"budgets.{phase}": Change(f"budgets.{phase}=50m", f"budgets={{{phase}: 20m}}")
+        f"budgets.{phase}": Change(f"budgets.{phase}=50m", f"{OWN} budgets={{{phase}: 20m}}")
         for phase in ("rendezvous", "load", "first_step", "step", "validation", "checkpoint")
     },
     "resources.nodes": Change("resources.nodes=1"),

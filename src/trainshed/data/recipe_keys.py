@@ -16,6 +16,7 @@ RECIPE_KEYS = (
     (r"--format with", "`format` with"),
     (r"--format (\w+)", r"`format: \1`"),
     (r"--key", "`key`"),
+    (r"--documents", "`documents`"),
     (r"--on-bad-line (\w+)", r"`data.on_bad_line: \1`"),
     (r"--shards (\d+)", r"`data.shards: \1`"),
     (r"--no-eod", "`data.eod: false`"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, Tag
 
+from trainshed.recipe.secret_detection import secret_shape
 from trainshed.recipe.section import (
     URL_PATTERN,
     VARIABLE_PATTERN,
@@ -24,12 +24,6 @@ from trainshed.redaction import credentials_in
 NotificationKind = Literal["start", "first_step", "stall", "alarm", "failure", "restart", "low_goodput", "end"]
 NOTIFICATION_KINDS: tuple[NotificationKind, ...] = get_args(NotificationKind)
 DEFAULT_KINDS = tuple(kind for kind in NOTIFICATION_KINDS if kind != "first_step")
-
-# The path of such an address is all that one needs to post there.
-_SECRET_WEBHOOK = re.compile(
-    r"https?://(hooks\.slack\.com|[\w.-]*discord(app)?\.com/api/webhooks|[\w.-]*\.webhook\.office\.com|chat\.googleapis\.com)",
-    re.IGNORECASE,
-)
 
 
 class WebhookSecret(Section):
@@ -86,10 +80,10 @@ class Notification(Section):
         """One way to tell; no secret in an address."""
         if (self.command is None) == (self.webhook is None):
             yield Problem((), "needs exactly one of command and webhook", "write {webhook: {secret: SLACK_WEBHOOK}}")
+        if self.low_goodput != type(self).model_fields["low_goodput"].default and "low_goodput" not in self.kinds:
+            yield Problem(("low_goodput",), "is not told of (`on`)", "write low_goodput in `on`, or delete it")
         if isinstance(self.webhook, str):
-            what = credentials_in(self.webhook)
-            if what is None and _SECRET_WEBHOOK.match(self.webhook):
-                what = "a path that lets everybody post there"
+            what = credentials_in(self.webhook) or secret_shape(self.webhook)
             if what is not None:
                 yield Problem(
                     ("webhook",),

@@ -46,6 +46,7 @@ from trainshed.recipe.section import (
 )
 from trainshed.recipe.serving import Export, Serve
 from trainshed.recipe.train import TrainSection, lora_problems
+from trainshed.recipe.unread import unread_problems
 from trainshed.recipe.written_file import WrittenFile
 from trainshed.recipe.yaml_io import KeyPath
 
@@ -343,6 +344,7 @@ class Recipe(WrittenFile):
             yield from evaluation_problems(self)
         if self.serve is not None:
             yield from self._serving_problems()
+        yield from unread_problems(self)
         if self.model.config is not None:
             yield from fit_problems(self, self.model.config)
 

@@ -8,12 +8,18 @@ hashes with a name and NCCL's variables pass.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
+
+from trainshed.recipe.yaml_io import KeyPath
 
 # Names by which programs read secrets. What ends in FILE, PATH or DIR says where one lies.
 _SECRET_NAME = re.compile(
     r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CONNECTION_STRING|(^|_)(TOKEN|API_?KEY|CREDENTIALS?|PAT|SAS)(_|$)|_KEY(_ID)?$"
 )
+# Options are of all kinds of programs: `--eod-token` and `--text-key` are no secrets.
+_SECRET_OPTION = re.compile(r"SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|ACCESS_?(KEY|TOKEN)|^TOKEN$|HF_TOKEN")
 _PLACE_NAME = re.compile(r"_(FILE|PATH|DIR|FOLDER|HOME|URL|NAME)$")
 _HASH_NAME = re.compile(r"SHA|HASH|DIGEST|COMMIT|REVISION|VERSION|UUID")
 # Values that are no secret whatever the name: nothing, a switch, a number, a path, a reference of the shell.
@@ -33,6 +39,8 @@ _SHAPES = {
     r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]+:[^/\s@]+@": "an address with a password",
     r"[?&](X-Amz-Signature|X-Goog-Signature|sig)=": "a signed address",
     r"\bAccountKey=": "a connection string with its key",
+    r"https?://(hooks\.slack\.com|[\w.-]*discord(app)?\.com/api/webhooks|[\w.-]*\.webhook\.office\.com|"
+    r"chat\.googleapis\.com)/\S": "an address where everybody who knows it may post",
 }
 _SHAPE_PATTERNS = [(re.compile(pattern), what) for pattern, what in _SHAPES.items()]
 _NOT_SECRET = re.compile(
@@ -47,6 +55,34 @@ _MIN_CHANGE_SHARE = 0.4
 def secret_shape(value: str) -> str | None:
     """Say what a value is that is a secret by its shape, None where it is none that is known."""
     return next((what for pattern, what in _SHAPE_PATTERNS if pattern.search(value)), None)
+
+
+def secret_texts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Yield every text of plain values that is a secret by its shape: at which key, and what it is."""
+    if isinstance(value, str):
+        if (what := secret_shape(value)) is not None:
+            yield path, what
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from secret_texts(inner, (*path, key))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from secret_texts(inner, (*path, number))
+
+
+def secret_arguments(arguments: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Yield which of a program's arguments are secrets by the option they follow: `--token VALUE`, `--token=VALUE`."""
+    option = ""
+    for number, argument in enumerate(arguments):
+        name, joined, value = argument.partition("=")
+        if argument.startswith("-") and not joined:
+            option = argument
+            continue
+        name, value = (name, value) if joined and argument.startswith("-") else (option, argument)
+        option = ""
+        name = name.lstrip("-").replace("-", "_").upper()
+        if _SECRET_OPTION.search(name) and not _PLACE_NAME.search(name) and not _PLAIN_VALUE.fullmatch(value):
+            yield number, "a secret by its name"
 
 
 def find_secret(name: str, value: str) -> str | None:

@@ -6,7 +6,6 @@ from trainshed.workflow.evaluation.stage import evaluate_run
 from trainshed.workflow.layout import automatic_layout, planned_layout, run_layout
 from trainshed.workflow.prepare import (
     PreparedRun,
-    checkpoint_home,
     open_run,
     open_run_folder,
     prepare_run,
@@ -27,6 +26,7 @@ from trainshed.workflow.run import (
     train_job,
     watching,
 )
+from trainshed.workflow.run_checkpoints import checkpoint_home
 from trainshed.workflow.runnable import check_engine, check_runnable
 
 __all__ = [

@@ -45,11 +45,11 @@ from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import ANSWERS_TOKENIZER, PREPARED_FILE, RECIPE_FILE, artefacts_of, run_path, store_of
-from trainshed.storage import LocalStore, Store, StoreOptions, join, open_store, parse
+from trainshed.storage import LocalStore, StoreOptions, join, open_store, parse
 from trainshed.storage.attempts import newest_attempt
 from trainshed.storage.manifest import MANIFEST
 from trainshed.workflow.resolve import resolve
-from trainshed.workflow.run_checkpoints import refuse_other_engine
+from trainshed.workflow.run_checkpoints import refuse_other_checkpoints
 from trainshed.workflow.runnable import check_runnable
 
 PREPARED_SCHEMA = "trainshed.prepared/2"
@@ -122,7 +122,7 @@ def prepare_run(
             outcome.skipped = base.reused
             outcome.what = f"{resolved.model.from_} {'was already there' if base.reused else 'fetched and proven'}"
             resolved = _with_architecture(resolved, base, tokenizer)
-    refuse_other_engine(resolved, folder)
+    refuse_other_checkpoints(resolved, folder, options)
     began = begun_run(folder)
     artefacts = DataArtefacts(
         resolved, store, tokenizer=tokenizer, workers=workers, options=options, started_run=began, reporter=reporter
@@ -497,14 +497,6 @@ def save_run(run: PreparedRun) -> None:
 def store_options(cluster: Cluster) -> StoreOptions:
     """What a cluster file says about reaching stores, as the storage room wants it."""
     return StoreOptions.from_mapping({key: endpoint.model_dump() for key, endpoint in cluster.stores.items()})
-
-
-def checkpoint_home(recipe: Recipe, id: str, options: StoreOptions | None = None) -> tuple[Store, str] | None:
-    """Return where a run's checkpoints are kept apart from it, as store and folder; None: in its own folder."""
-    if recipe.checkpoint.to is None:
-        return None
-    store, path = open_store(parse(recipe.checkpoint.to), options)
-    return store, f"{path}/{recipe.name}/{id}".lstrip("/")
 
 
 def store_root(recipe: Recipe, cluster: Cluster) -> Path:

@@ -31,7 +31,7 @@ from trainshed.storage import LocalStore, Store, StoreOptions, join
 from trainshed.storage.attempts import newest_attempt_record
 from trainshed.storage.locks import artefact_lock
 from trainshed.storage.manifest import MANIFEST
-from trainshed.workflow.prepare import checkpoint_home
+from trainshed.workflow.run_checkpoints import checkpoint_home
 
 REMOVED_PREFIX = ".removed-"
 _ARTEFACT = re.compile(r"artefacts/([\w-]+)/([0-9a-f]{16,})")

@@ -38,12 +38,11 @@ from trainshed.recipe.phase_spans import with_rope_base, written_steps
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_path, store_of
 from trainshed.storage import LocalStore, StoreOptions
-from trainshed.workflow.evaluation.evaluate import EvaluationReport, check_eval_installed
+from trainshed.workflow.evaluation.evaluate import EvaluationReport, check_eval_inputs
 from trainshed.workflow.evaluation.stage import EvaluationBesideTraining, evaluate_run
 from trainshed.workflow.layout import phase_layouts, planned_layout, weights_architecture
 from trainshed.workflow.prepare import (
     PreparedRun,
-    checkpoint_home,
     open_run,
     prepare_run,
     resolve,
@@ -51,6 +50,7 @@ from trainshed.workflow.prepare import (
     store_options,
     store_root,
 )
+from trainshed.workflow.run_checkpoints import checkpoint_home, refuse_other_checkpoints
 from trainshed.workflow.runnable import check_export_installed, check_runnable
 from trainshed.workflow.stages import export_run
 
@@ -186,8 +186,7 @@ def check_trainable(recipe: Recipe, cluster: Cluster, *, keys: dict[str, object]
         raise MissingExtra.named("train", "training")
     check_installed(recipe.observe)
     check_export_installed(recipe)
-    if recipe.eval is not None:
-        check_eval_installed(tasks=bool(recipe.eval.tasks))
+    check_eval_inputs(recipe, store_options(cluster))
     try:
         config = architecture(recipe) or weights_architecture(recipe, cluster)
     except RecipeError:
@@ -359,8 +358,9 @@ def train(
 @contextmanager
 def _hold_run(recipe: Recipe, cluster: Cluster, id: str | None, reporter: Reporter) -> Iterator[RunStart]:
     """Hold the recipe's run, once it is known that it can go on."""
-    start = find_start(recipe, cluster, id)
-    check_resumable(start, written_steps(recipe), store_options(cluster))
+    start, options = find_start(recipe, cluster, id), store_options(cluster)
+    refuse_other_checkpoints(start.recipe, start.folder, options)
+    check_resumable(start, written_steps(recipe), options)
     with lock_run(start.folder, start.run):
         note_other_runs(start, reporter)
         for plugin in recipe.plugin_sources:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from trainshed.errors import InputError, NotFound
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CHECKPOINTS, step_number
-from trainshed.storage import Store, StoreOptions, join, open_folder, open_store, parse
+from trainshed.storage import LocalStore, Store, StoreOptions, join, open_folder, open_store, parse
 
 if TYPE_CHECKING:
     from trainshed.checkpoints.foreign import ForeignListing
@@ -18,15 +18,29 @@ if TYPE_CHECKING:
     from trainshed.workflow.known_runs import KnownRun
 
 
-def refuse_other_engine(recipe: Recipe, run: Path) -> None:
-    """Refuse a run whose checkpoints another engine wrote: this one does not read them, and would begin again.
+def checkpoint_home(recipe: Recipe, id: str, options: StoreOptions | None = None) -> tuple[Store, str] | None:
+    """Return where a run's checkpoints are kept apart from it, as store and folder; None: in its own folder."""
+    if recipe.checkpoint.to is None:
+        return None
+    store, path = open_store(parse(recipe.checkpoint.to), options)
+    return store, f"{path}/{recipe.name}/{id}".lstrip("/")
 
-    The engine is not part of a run's id, so that nothing else would tell.
+
+def refuse_other_checkpoints(recipe: Recipe, run: Path, options: StoreOptions | None = None) -> None:
+    """Refuse a run whose checkpoints this start would not find: another engine's, or those of another `checkpoint.to`.
+
+    Neither is part of a run's id, so that it would begin again at step 0 and nothing would tell.
     """
-    from trainshed.checkpoints.foreign import list_foreign
-
     if recipe.checkpoint.resume == "fresh":
         return
+    _refuse_other_engine(recipe, run)
+    if recipe.engine.name == "torch":
+        _refuse_other_home(recipe, run, options)
+
+
+def _refuse_other_engine(recipe: Recipe, run: Path) -> None:
+    from trainshed.checkpoints.foreign import list_foreign
+
     listing, wrote = list_foreign(run), None
     if listing is not None:
         wrote = "nemo" if listing.engine == "megatron-bridge" else listing.engine
@@ -38,6 +52,34 @@ def refuse_other_engine(recipe: Recipe, run: Path) -> None:
             where=recipe.where("engine"),
             hint=f"`--id NAME` starts another run; `engine: {wrote}` goes on with this one",
         )
+
+
+def _refuse_other_home(recipe: Recipe, run: Path, options: StoreOptions | None) -> None:
+    """Hold `checkpoint.to` against that of the run's last start; whoever has moved the checkpoints may go on."""
+    from trainshed.checkpoints.native.folder import checkpoints_folder, latest_complete
+    from trainshed.observe.run_facts import read_run_recipe
+
+    before = read_run_recipe(LocalStore(run), "")
+    if before is None or before.checkpoint.to == recipe.checkpoint.to:
+        return
+    own_folder = (LocalStore(run), "")
+    old_store, old_folder = checkpoint_home(before, run.name, options) or own_folder
+    last = latest_complete(old_store, checkpoints_folder(old_folder))
+    if last is None:
+        return
+    store, folder = checkpoint_home(recipe, run.name, options) or own_folder
+    here = latest_complete(store, checkpoints_folder(folder))
+    if here is not None and here.step >= last.step:
+        return
+    there = join(old_store.url, old_folder)
+    begins = "there is none" if here is None else f"the last is of step {here.step:,}"
+    keeps = f"`checkpoint.to: {before.checkpoint.to}`" if before.checkpoint.to else "no `checkpoint.to`"
+    raise InputError(
+        f"the checkpoints of {recipe.name}/{run.name} are in {there}, up to step {last.step:,}, and in "
+        f"{join(store.url, folder)} {begins}: it would begin again there",
+        where=recipe.where("checkpoint.to"),
+        hint=f"write {keeps} to go on; or copy them there first; `--id NAME` starts another run",
+    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,9 +23,10 @@ from trainshed.plan import RankLayout
 from trainshed.recipe import Cluster, ModelConfig, Recipe
 from trainshed.recipe.cluster import check_cluster
 from trainshed.recipe.evaluation import VALIDATION, load_questions
+from trainshed.recipe.load import to_plain
 from trainshed.recipe.notify import WebhookSecret
 from trainshed.recipe.registered import registered_class
-from trainshed.recipe.secret_detection import find_secret
+from trainshed.recipe.secret_detection import find_secret, secret_arguments, secret_texts
 from trainshed.recipe.section import Problem
 from trainshed.recipe.train import NF4_BLOCK
 from trainshed.recipe.validation import recipe_error
@@ -131,11 +132,23 @@ def check_export_format(recipe: Recipe, config: ModelConfig) -> None:
 
 
 def check_export_installed(recipe: Recipe) -> None:
-    """Refuse an export that this machine lacks a package for, before it is trained."""
+    """Refuse an export that this machine lacks a package for, or a place it cannot write to, before it is trained."""
+    targets = {"checkpoint.to": recipe.checkpoint.to, "export.to": recipe.export.to if recipe.export else None}
+    for key, address in targets.items():
+        if address is not None and "://" not in address and (why := _unwritable(Path(address))) is not None:
+            raise RecipeError(why, where=recipe.where(key), hint="write another path, or check who may write there")
     if recipe.export is not None and recipe.export.format == "gguf" and find_spec("gguf") is None:
         raise MissingExtra.named("gguf", "`export.format: gguf`")
     if recipe.publishes:
         hub_token()
+
+
+def _unwritable(path: Path) -> str | None:
+    """Say why nothing can be written to a folder that may not be there yet; None where nothing speaks against it."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
 
 
 def check_plugins(recipe: Recipe, job: JobFile) -> None:
@@ -347,7 +360,7 @@ def _on_one(path: str, mounts: list[str]) -> bool:
 
 
 def _secret_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield arguments of engines that hold a secret: they would be written into scripts, manifests and the run."""
+    """Yield texts that hold a secret: they would be written into scripts, manifests and the run."""
     arguments = [(("engine", "args", name), name, value) for name, value in recipe.engine.args.items()]
     if recipe.serve is not None:
         arguments += [(("serve", "args", name), name, value) for name, value in recipe.serve.args.items()]
@@ -358,6 +371,27 @@ def _secret_problems(recipe: Recipe) -> Iterator[Problem]:
             how = "write `serve: {api_key: NAME}`, and" if path[0] == "serve" else "delete it here, and write"
             hint = f"{how} `NAME: {{env: NAME}}` (or file, k8s) below `secrets` of the cluster file"
             yield Problem(path, f"holds {what}, which would stand in scripts and manifests in clear", hint)
+    named = {path for path, _, _ in arguments}
+    shaped = {path: what for path, what in secret_texts(to_plain(recipe, defaults=False)) if path[:3] not in named}
+    for path, words in _programs(recipe):
+        shaped |= {(*path, number): what for number, what in secret_arguments(words)}
+    for path, what in shaped.items():
+        yield Problem(
+            path,
+            f"holds {what}, and a recipe is kept with every run",
+            "delete it: programs read it from their environment (`NAME: {env: NAME}` below `secrets` of the cluster "
+            "file; on this machine export it), and a webhook is `{secret: NAME}`",
+        )
+
+
+def _programs(recipe: Recipe) -> Iterator[tuple[KeyPath, Sequence[str]]]:
+    """Yield the words of every program that a recipe starts, with the key they stand at."""
+    yield from (((*path, "args"), source.args) for path, source in recipe.sources() if source.args)
+    yield from (
+        (("notify", number, "command"), entry.command)
+        for number, entry in enumerate(recipe.notify or ())
+        if entry.command
+    )
 
 
 def _tracker_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:

@@ -50,12 +50,11 @@ from trainshed.run_folder import (
 )
 from trainshed.signals import StopSignals, exit_code_of
 from trainshed.storage import LocalStore, StoreOptions, copy_tree, join, open_folder, parse
-from trainshed.workflow.evaluation.evaluate import check_eval_installed
+from trainshed.workflow.evaluation.evaluate import check_eval_inputs
 from trainshed.workflow.layout import weights_architecture
 from trainshed.workflow.prepare import (
     PreparedRun,
     check_fit,
-    checkpoint_home,
     fetch_weights,
     prepare_run,
     resolve,
@@ -64,7 +63,7 @@ from trainshed.workflow.prepare import (
     store_root,
     tokenise_part,
 )
-from trainshed.workflow.run_checkpoints import refuse_other_engine
+from trainshed.workflow.run_checkpoints import checkpoint_home, refuse_other_checkpoints
 from trainshed.workflow.runnable import check_export_installed, check_plugins, check_runnable
 from trainshed.workflow.serve import export_address, export_copy_address
 
@@ -82,7 +81,7 @@ def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, re
     check_plugins(recipe, job)
     cluster = written.inside()
     run = Path(job.run)
-    refuse_other_engine(recipe, run)
+    refuse_other_checkpoints(recipe, run, store_options(cluster))
     if recipe.engine.name == "torch" and job.stages[0].name == stage:
         prove_own_image(job_folder, reporter)
     with StageRecorder(LocalStore(run)).stage(recorded_stage(stage, part, parts)) as outcome:
@@ -232,9 +231,8 @@ def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str
     """
     check_installed(recipe.observe)
     check_export_installed(recipe)
-    if recipe.eval is not None:
-        check_eval_installed(tasks=bool(recipe.eval.tasks))
     options = store_options(cluster)
+    check_eval_inputs(recipe, options)
     if recipe.engine.name == "torch" or "data-args" in wanted or "data-prefix" in wanted:
         prepared = prepare_run(recipe, cluster, id=run.name, reporter=reporter)
         tokenizer = prepared.tokenizer

@@ -20,10 +20,11 @@ from trainshed.checkpoints.native.best import ValidationRecord
 from trainshed.checkpoints.native.folder import CheckpointListing, find_checkpoint, list_checkpoints
 from trainshed.data.order import run_orders
 from trainshed.data.tokens.token_source import RunTokens, TokenSource, fingerprint_shard
+from trainshed.engines.torch.evaluation_result import EvaluationResult
 from trainshed.engines.torch.model import build_model
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.parallel import single_rank_mesh
-from trainshed.engines.torch.step import EvaluationResult, StepRunner
+from trainshed.engines.torch.step import StepRunner
 from trainshed.engines.torch.validation import early_stop_reason, evaluate_batches
 from trainshed.engines.torch.weights import init_model
 from trainshed.models.decoder import DecoderStage, Regularization
@@ -63,7 +64,8 @@ class Measured:
         self, *, best: bool = True, early_stop: EarlyStop | None = None, more: tuple[str, ...] = (), **how: Any
     ) -> int:
         """Train, or train on; returns the exit code of all ranks."""
-        arguments = (2, best, early_stop, how.get("killed_before"), how.get("stop_after"))
+        arguments = (2, best, early_stop, how.get("killed_before"), how.get("stop_after"), None, False)
+        arguments += (how.get("stop_in_validation"),)
         overrides = (*self.overrides, *more)
         run = (self.folder, "dense", self.layout, overrides, *arguments)
         (code,) = set(self.pool.run(train_measuring, *run, ranks=world_size(self.layout)))
@@ -149,7 +151,20 @@ def test_a_run_that_is_stopped_where_the_loss_is_due_measures_it_when_it_goes_on
 ) -> None:
     run = Measured(rank_pool, tmp_path)
     assert run.train(stop_after=step) == 143
-    assert max(run.losses) < step
+    assert max(run.losses, default=0) < step
+    assert run.train() == 0
+    assert (run.losses, run.best) == (straight.losses, straight.best)
+    assert figures(read_steps(LocalStore(tmp_path), "")) == figures(read_steps(LocalStore(straight.folder), ""))
+
+
+@pytest.mark.parametrize("step", [4, 12])
+def test_a_request_to_stop_is_not_kept_waiting_by_a_validation_that_is_measured_later(
+    rank_pool: RankPool, tmp_path: Path, straight: Measured, step: int
+) -> None:
+    run = Measured(rank_pool, tmp_path)
+    assert run.train(stop_in_validation=step) == 143
+    assert max(run.losses, default=0) < step
+    assert run.listing.complete[0].step == step
     assert run.train() == 0
     assert (run.losses, run.best) == (straight.losses, straight.best)
     assert figures(read_steps(LocalStore(tmp_path), "")) == figures(read_steps(LocalStore(straight.folder), ""))

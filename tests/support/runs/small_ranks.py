@@ -258,11 +258,12 @@ def train_measuring(
     stop_after: int | None = None,
     prompts: ValidationPrompts | None = None,
     document_mask: bool = False,
+    stop_in_validation: int | None = None,
 ) -> int:
     """Train as one rank and measure the loss on other samples; the schema has that for real data only.
 
     The checkpoints are kept apart; `killed_before` is a change there, as in `train_keeping_apart`. A signal makes the
-    run stop after `stop_after` steps.
+    run stop after `stop_after` steps, or in the validation that follows step `stop_in_validation`.
     """
 
     def before(what: str, path: str) -> None:
@@ -270,8 +271,11 @@ def train_measuring(
             os.kill(os.getpid(), signal.SIGKILL)
 
     def listen(event: dict[str, Any]) -> None:
-        # Ranks agree on a signal in the step that follows.
-        if event["kind"] == "step" and stop_after is not None and event["step"] + 2 == stop_after:
+        # Ranks agree on a signal in the step that follows, or in the first batch of a validation.
+        if event["kind"] == "step" and event["step"] in (
+            stop_after - 2 if stop_after is not None else None,
+            stop_in_validation - 1 if stop_in_validation is not None else None,
+        ):
             os.kill(os.getpid(), signal.SIGTERM)
 
     job = small_job(folder, small_recipe(model, overrides), layout)

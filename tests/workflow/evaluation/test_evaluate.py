@@ -26,6 +26,7 @@ from trainshed.storage import LocalStore
 from trainshed.workflow.evaluation.evaluate import evaluate
 from trainshed.workflow.evaluation.measures import EvaluationRequest, ModelLoading
 from trainshed.workflow.evaluation.stage import EvaluationBesideTraining, due_checkpoints, evaluate_run
+from trainshed.workflow.run import check_trainable
 
 PATIENCE_SECONDS = 240
 QUESTIONS = """\
@@ -230,6 +231,25 @@ def test_what_cannot_be_measured_is_refused_where_it_is_written(
 ) -> None:
     with pytest.raises(RecipeError, match=what):
         load_recipe(str(trained.path), [*OVERRIDES[:-1], *overrides])
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "what"),
+    [
+        ("{perplexity: [validation, nowhere/tokens]}", "eval.perplexity", "no token files with this prefix"),
+        ("{tasks: [no_such_task]}", "eval.tasks", "there is no task `no_such_task` in lm-eval"),
+        ("{tasks: [mine], include_path: nowhere}", "eval.tasks", "there is no such folder of tasks"),
+    ],
+)
+def test_what_is_not_there_to_measure_is_said_before_anything_is_trained(
+    trained: Trained, section: str, key: str, what: str, tmp_path: Path
+) -> None:
+    recipe = load_recipe(str(trained.path), [*OVERRIDES, f"eval={section}"])
+    with pytest.raises(RecipeError, match=what) as raised:
+        check_trainable(recipe, load_cluster("local", [f"store={tmp_path}/store"]))
+    assert key in str(raised.value)
+    assert "--" not in (raised.value.hint or "")
+    assert not (tmp_path / "store").exists()
 
 
 def test_nothing_to_measure_says_what_to_write(

@@ -79,7 +79,9 @@ def find_inputs(
     if not terms:
         if columns is not None:
             _refuse_several_splits(matches)
-        return slices([match for _, objects in matches for match in objects])
+        inputs = slices([match for _, objects in matches for match in objects])
+        _refuse_unread(inputs, key, documents, columns)
+        return inputs
     for term in terms:
         picked = [
             objects[number]
@@ -94,7 +96,33 @@ def find_inputs(
         inputs += _slice_rows(slices(picked), term, count_rows or partial(count_file_rows, options=options))
     if not inputs:
         raise InputError(f"the split `{split}` has no rows", where=patterns[0], hint="write a larger one")
+    _refuse_unread(inputs, key, documents, columns)
     return inputs
+
+
+def _refuse_unread(
+    inputs: Sequence[InputSlice], key: str, documents: DocumentBoundary, columns: tuple[str, ...] | None
+) -> None:
+    """Refuse what is said about the documents and nothing reads: no file is of a format that has it."""
+    kinds = sorted({item.format.kind for item in inputs})
+    if not kinds:
+        return
+    if key != "text" and columns is not None:
+        raise InputError(
+            "--key is not read: conversations have columns", where=inputs[0].display_address, hint="write --columns"
+        )
+    if key != "text" and kinds == ["text"]:
+        raise InputError(
+            "--key is not read: plain text has no fields",
+            where=inputs[0].display_address,
+            hint="delete --key; or write --format jsonl where each line is a JSON object",
+        )
+    if documents != "file" and "text" not in kinds:
+        raise InputError(
+            f"--documents is not read: it is for plain text, and this is {', '.join(kinds)}",
+            where=inputs[0].display_address,
+            hint="delete --documents: a line or a row is a document",
+        )
 
 
 def _first_files(matches: Matches, limit: int | None) -> Matches:

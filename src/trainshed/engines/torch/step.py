@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torch.distributed.pipelining.schedules import (
 from trainshed.data.order import format_batch_hash
 from trainshed.engines.torch.batch_loader import LocalBatch
 from trainshed.engines.torch.device_clock import DeviceTimestamp
+from trainshed.engines.torch.evaluation_result import EvaluationResult
 from trainshed.engines.torch.garbage_collection import collect_frozen
 from trainshed.engines.torch.model import ParameterShard, RankModel
 from trainshed.engines.torch.optimizer_registry import RankOptimizer
@@ -203,35 +204,6 @@ def _source_losses(figures: Mapping[str, float]) -> list[float | None] | None:
     return [part * sum(counts) / count if count else None for part, count in zip(parts, counts, strict=True)]
 
 
-@dataclass(frozen=True)
-class EvaluationResult:
-    """The loss of a batch on all ranks: the mean over its labelled tokens (or pairs), and how many those are."""
-
-    loss: float
-    labelled: int
-    rewards: Mapping[str, float] = field(default_factory=dict)
-    """Those of `StepMetrics`, where pairs are compared."""
-
-    @classmethod
-    def mean(cls, results: Sequence[EvaluationResult]) -> EvaluationResult:
-        """Return the result of several batches together; NaN where nothing has a label.
-
-        A batch weighs as many times the first one as it has labels. Where all have the same number, this is the plain
-        mean of their losses, without any rounding of its own.
-        """
-        weights = [result.labelled / (results[0].labelled or 1) for result in results]
-
-        def mean(values: Sequence[float]) -> float:
-            weighted = (weight * value for weight, value in zip(weights, values, strict=True) if weight)
-            return sum(weighted) / sum(weights) if sum(weights) else float("nan")
-
-        return cls(
-            mean([result.loss for result in results]),
-            sum(result.labelled for result in results),
-            {name: mean([result.rewards[name] for result in results]) for name in results[0].rewards},
-        )
-
-
 class ReferenceModel:
     """The model that a preference run compares itself with; it is never updated.
 
@@ -318,20 +290,28 @@ class StepRunner:
             # On every rank from the same sums: copies stay equal bit by bit.
             update_score_bias(shard.local_tensor, load, (1.0 - skip) * rate)
 
-    def evaluate(self, batch: LocalBatch, global_batch: int, labelled: int | None = None) -> EvaluationResult:
+    def evaluate(
+        self,
+        batch: LocalBatch,
+        global_batch: int,
+        labelled: int | None = None,
+        votes: Mapping[str, float] = NO_STOP_VOTES,
+    ) -> EvaluationResult:
         """Return the loss of a batch: of its labelled tokens, or of its pairs.
 
         `labelled` says how many labels a batch has that does not keep documents apart, where not every token has one.
+        `votes` are those of `stop_votes`.
         """
         counts = self._count_batch(batch)
         everything = labelled or global_batch * self.model.sequence_length
         losses = self._forward_backward(batch, global_batch, counts, backward=False, labelled=everything)
         no_gradient = torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
         unhashed = replace(batch, hashes=(0, 0), sources=None)
-        figures = self._all_reduce_figures(no_gradient, losses, unhashed, NO_STOP_VOTES, counts)
+        figures = self._all_reduce_figures(no_gradient, losses, unhashed, votes, counts)
         metrics = PendingMetrics(figures, ()).read()
         counted = metrics.learned_tokens if metrics.pairs is None else metrics.pairs
-        return EvaluationResult(metrics.loss, everything if counted is None else counted, metrics.rewards)
+        labels = everything if counted is None else counted
+        return EvaluationResult(metrics.loss, labels, metrics.rewards, metrics.stop_signal)
 
     def _count_batch(self, batch: LocalBatch) -> torch.Tensor | None:
         """Count the `BATCH_COUNTS` of the global batch, on the device: float64 [3]; None where every token has a label.

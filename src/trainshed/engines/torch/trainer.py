@@ -17,6 +17,7 @@ from trainshed.checkpoints.native.writer import CheckpointWriter
 from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.batch_loader import BatchLoader
 from trainshed.engines.torch.device_clock import DeviceTimestamp
+from trainshed.engines.torch.evaluation_result import EvaluationResult
 from trainshed.engines.torch.garbage_collection import StepGarbageCollector
 from trainshed.engines.torch.learning_rate import decay_span
 from trainshed.engines.torch.profiler import StepProfiler
@@ -25,7 +26,7 @@ from trainshed.engines.torch.rank_health import Watchdog, stop_votes
 from trainshed.engines.torch.rank_timing import RankTimer
 from trainshed.engines.torch.sample_answers import SampleAnswers
 from trainshed.engines.torch.state import StartPoint, runner_state, state_facts
-from trainshed.engines.torch.step import EvaluationResult, PendingMetrics, StepMetrics, StepRunner
+from trainshed.engines.torch.step import PendingMetrics, StepMetrics, StepRunner
 from trainshed.engines.torch.validation import early_stop_reason, evaluate_batches
 from trainshed.errors import TrainshedError
 from trainshed.observe.mfu import measure_mfu
@@ -329,6 +330,8 @@ class Trainer:
             return
         if self._validation_due() and self.record.step != self.step:
             self._validate()
+            if self._stop is not None:
+                return
             if self._is_best():
                 self._save(blocking=True)
         self._stop_early_if_due()
@@ -337,6 +340,8 @@ class Trainer:
         """Validate and save if it is time to. The time this takes does not count for the next step."""
         if self._validation_due():
             self._validate()
+            if self._stop is not None:
+                return
             self._stop_early_if_due()
         if self._checkpoint_due() or self._is_best():
             self._save(blocking=not self.job.recipe.checkpoint.async_)
@@ -357,8 +362,11 @@ class Trainer:
         for name, order in self.job.validations.items():
             if self._is_due(name):
                 with self._validated_weights():
-                    results[name] = evaluate_batches(self.runner, order, sets[name].batches)
+                    results[name] = evaluate_batches(self.runner, order, sets[name].batches, self.stop_signals)
                 self.watchdog.heartbeat(self.step, "validation")
+                if (signal := results[name].stop_signal) is not None:
+                    self._stop = signal  # the run saves now, and measures this when it goes on
+                    return
         # All sets are due whenever one is: the first is always among them, and decides.
         first = next(iter(results))
         loss, named = _finite_or_none(results[first].loss), bool(self.job.recipe.data.named_validations)

@@ -8,20 +8,30 @@ from __future__ import annotations
 from trainshed.checkpoints.native.best import ValidationRecord
 from trainshed.data.order import DataOrder
 from trainshed.engines.torch.batch_loader import BatchLoader
-from trainshed.engines.torch.step import EvaluationResult, StepRunner
+from trainshed.engines.torch.evaluation_result import EvaluationResult
+from trainshed.engines.torch.rank_health import NO_STOP_VOTES, stop_votes
+from trainshed.engines.torch.step import StepRunner
 from trainshed.recipe.train import EarlyStop
+from trainshed.signals import StopSignals
 
 
-def evaluate_batches(runner: StepRunner, order: DataOrder, batches: int) -> EvaluationResult:
-    """Return the loss over the first batches of an order: its sum over all labelled tokens, divided by their number."""
+def evaluate_batches(
+    runner: StepRunner, order: DataOrder, batches: int, signals: StopSignals | None = None
+) -> EvaluationResult:
+    """Return the loss over the first batches of an order: its sum over all labelled tokens, divided by their number.
+
+    Where some rank is asked to stop, all of them do after the same batch; the result then has that signal.
+    """
     loader = BatchLoader(order, runner.model.mesh, with_sample_ids=False)
+    results: list[EvaluationResult] = []
     try:
-        return EvaluationResult.mean(
-            [
-                runner.evaluate(loader.batch(number, ahead=number + 1 < batches), order.batch_size(number))
-                for number in range(batches)
-            ]
-        )
+        for number in range(batches):
+            batch = loader.batch(number, ahead=number + 1 < batches)
+            votes = NO_STOP_VOTES if signals is None else stop_votes(signals)
+            results.append(runner.evaluate(batch, order.batch_size(number), votes=votes))
+            if results[-1].stop_signal is not None:
+                break
+        return EvaluationResult.mean(results)
     finally:
         loader.close()
 

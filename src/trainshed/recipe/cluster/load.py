@@ -12,7 +12,6 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from trainshed.errors import InputError, RecipeError
 from trainshed.recipe.cluster.schema import Cluster
@@ -20,7 +19,7 @@ from trainshed.recipe.cluster.target_keys import unread_keys
 from trainshed.recipe.load import YAML_SUFFIXES, check_format, to_plain
 from trainshed.recipe.overrides import Override, apply_overrides
 from trainshed.recipe.registered import load_named_plugins
-from trainshed.recipe.secret_detection import find_secret, secret_shape
+from trainshed.recipe.secret_detection import find_secret, secret_shape, secret_texts
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error, validate
 from trainshed.recipe.yaml_io import KeyPath, YamlDocument, decode_utf8, parse_yaml
@@ -160,23 +159,9 @@ def _written_secrets(cluster: Cluster) -> Iterator[Problem]:
         if what is not None:
             yield _secret_in_clear(cluster, ("setup", number), what, name)
     plain = to_plain(cluster, defaults=False)
-    for path, text in _all_texts(
-        {key: value for key, value in plain.items() if key not in ("environment", "setup")}, ()
-    ):
-        what = secret_shape(text)
-        if what is not None:
-            yield _secret_in_clear(cluster, path, what, "NAME")
-
-
-def _all_texts(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    if isinstance(value, str):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _all_texts(inner, (*path, key))
-    elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            yield from _all_texts(inner, (*path, number))
+    rest = {key: value for key, value in plain.items() if key not in ("environment", "setup")}
+    for path, what in secret_texts(rest):
+        yield _secret_in_clear(cluster, path, what, "NAME")
 
 
 def _secret_in_clear(cluster: Cluster, path: KeyPath, what: str, name: str) -> Problem:

@@ -95,6 +95,14 @@ class TaskOptions:
 
 def load_tasks(names: Sequence[str], include_path: str | None = None) -> list[LoadedTask]:
     """Read tasks by name: those of a folder of YAML files, and those that lm-eval has."""
+    manager = find_tasks(names, include_path)
+    include_path = os.path.abspath(include_path) if include_path is not None else None
+    with quiet():
+        return [_load_task(manager, name, include_path) for name in names]
+
+
+def find_tasks(names: Sequence[str], include_path: str | None = None) -> TaskManager:
+    """Return lm-eval's list of tasks, which has all of these names; nothing of them is read yet."""
     if include_path is not None and not Path(include_path).is_dir():
         raise InputError("there is no such folder of tasks", where=include_path, hint="name a folder with YAML files")
     include_path = os.path.abspath(include_path) if include_path is not None else None
@@ -110,7 +118,7 @@ def load_tasks(names: Sequence[str], include_path: str | None = None) -> list[Lo
                     f"there is no task `{name}` in lm-eval{where}",
                     hint="`lm-eval ls tasks` lists them; --include-path FOLDER adds your own",
                 )
-        return [_load_task(manager, name, include_path) for name in names]
+    return manager
 
 
 def _load_task(manager: TaskManager, name: str, include_path: str | None) -> LoadedTask:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,14 +21,23 @@ import orjson
 from trainshed.checkpoints.formats import detect_format
 from trainshed.checkpoints.lora.checkpoint_spec import run_folder_of
 from trainshed.checkpoints.native.folder import find_checkpoint
+from trainshed.data.tokens.token_files import shard_prefixes
 from trainshed.data.tokens.token_source import fingerprint_file
-from trainshed.errors import InputError, MissingExtra, NotFound, TrainshedError
+from trainshed.errors import InputError, MissingExtra, NotFound, RecipeError, TrainshedError
 from trainshed.observe.evaluations import EvaluationRecord, format_score
+from trainshed.recipe import Recipe
+from trainshed.recipe.evaluation import VALIDATION
 from trainshed.redaction import shown_address
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import EVALUATIONS, evaluations_folder
 from trainshed.storage import StoreOptions, open_folder, open_store, parse
-from trainshed.workflow.evaluation.measures import EvaluationRequest, Evaluator, MeasuredWeights, ModelLoading
+from trainshed.workflow.evaluation.measures import (
+    EvaluationRequest,
+    Evaluator,
+    MeasuredWeights,
+    ModelLoading,
+    token_prefix,
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,34 @@ def check_eval_installed(*, tasks: bool) -> None:
         raise MissingExtra.named("serve", "evaluating a model")
     if tasks and find_spec("lm_eval") is None:
         raise MissingExtra.named("eval", "tasks of lm-eval")
+
+
+def check_eval_inputs(recipe: Recipe, options: StoreOptions | None = None) -> None:
+    """Raise what is wrong with a recipe's `eval` where it runs, before anything is trained: packages, tokens, tasks."""
+    section = recipe.eval
+    if section is None:
+        return
+    check_eval_installed(tasks=bool(section.tasks))
+    for address in section.perplexity or ():
+        if address != VALIDATION:
+            with _errors_at(recipe, "eval.perplexity"):
+                shard_prefixes(token_prefix(address, options), options)
+    if section.tasks:
+        from trainshed.serve.evaluation.lm_eval import find_tasks
+
+        with _errors_at(recipe, "eval.tasks"):
+            find_tasks(section.tasks, section.include_path)
+
+
+@contextmanager
+def _errors_at(recipe: Recipe, key: str) -> Iterator[None]:
+    """Let an error about what a recipe names stand at its key, in the recipe's words."""
+    try:
+        yield
+    except (InputError, NotFound) as error:
+        what = f"{error.where}: {error.what}" if error.where else error.what
+        hint = (error.hint or "").replace("--include-path FOLDER", "`eval.include_path`")
+        raise RecipeError(what, where=recipe.where(key), hint=hint or None) from None
 
 
 def evaluate(

@@ -276,7 +276,7 @@ class Evaluator:
         return self._opened_run
 
     def _token_measure(self, address: str) -> _Measure:
-        prefix = _token_prefix(address, self.options)
+        prefix = token_prefix(address, self.options)
         shards = shard_prefixes(prefix, self.options)
         files = [
             list(fingerprint.content)
@@ -489,7 +489,7 @@ class Evaluator:
         return words
 
 
-def _token_prefix(address: str, options: StoreOptions | None) -> str:
+def token_prefix(address: str, options: StoreOptions | None) -> str:
     """Return the prefix of prepared tokens: as it is written, or the one in a folder (an artefact's, say)."""
     store = open_folder(address, options) if parse(address).scheme != "file" or Path(address).is_dir() else None
     if store is None:

@@ -38,7 +38,8 @@ from trainshed.storage import LocalStore, StoreOptions, join
 from trainshed.storage.manifest import MANIFEST
 from trainshed.workflow.evaluation.evaluate import EvaluationReport, evaluate, require_passed
 from trainshed.workflow.evaluation.measures import EvaluationRequest, ModelLoading
-from trainshed.workflow.prepare import checkpoint_home, prepared_steps
+from trainshed.workflow.prepare import prepared_steps
+from trainshed.workflow.run_checkpoints import checkpoint_home
 from trainshed.workflow.serve import export_address
 from trainshed.workflow.stages import trained_weights
 
