@@ -84,3 +84,10 @@ def test_paths_of_a_run_and_handlers_of_signals_have_one_home() -> None:
     # Two more: files that run in foreign images, without the rest of the package.
     foreign = {"launch/ray/script_driver.py", "engines/megatron/run_program.py"}
     assert files_with(r"signal\.signal\(") == {"signals.py", *foreign}
+
+
+def test_a_program_of_ours_never_takes_a_module_from_the_users_folder() -> None:
+    """`python -m` and `-c` put the current folder first, where a `numbers.py` of the user's hides the library's."""
+    started = re.compile(r"\[sys\.executable,(?! \"-[PI]\")[^\]]*\"-[mc]\"")
+    unsafe = [f"{shown(file)}: {line}" for file in MODULES for line in started.findall(file.read_text())]
+    assert unsafe == []

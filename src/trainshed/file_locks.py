@@ -25,7 +25,7 @@ def _system_module(name: str) -> Any:
 
 fcntl, msvcrt = _system_module("fcntl"), _system_module("msvcrt")
 OPEN_BYTES: int = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-"""Keeps a descriptor out of started processes, which Windows does by itself, and line ends as they are, which it does not."""
+"""Opens a file as bytes, and keeps its descriptor out of started processes. Windows would change line ends."""
 _LOCKED_BYTE = 1 << 30
 _POLL_SECONDS = 0.05
 

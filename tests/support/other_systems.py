@@ -13,6 +13,7 @@ import importlib.abc
 import os
 import select
 import shlex
+import shutil
 import signal
 import sys
 import warnings
@@ -55,7 +56,6 @@ def become(system: str) -> None:
     import ctypes
     import logging.handlers
     import multiprocessing.connection
-    import shutil
     import subprocess
     import tempfile
     import uuid
@@ -73,11 +73,14 @@ def become(system: str) -> None:
     import uvicorn
     import yaml
 
-    del asyncio, concurrent, ctypes, logging, multiprocessing, shutil, subprocess, tempfile, uuid, zoneinfo, cyclopts
+    del asyncio, concurrent, ctypes, logging, multiprocessing, subprocess, tempfile, uuid, zoneinfo, cyclopts
     del httpx2, huggingface_hub, numpy, obstore, pydantic, rich, starlette, uvicorn, yaml
     warnings.filterwarnings("error", category=EncodingWarning, module=r"trainshed\b")
     if system == "win32":
         sys.modules["msvcrt"] = _windows_locks()
+        free, total = shutil.disk_usage("/").free, shutil.disk_usage("/").total
+        # The standard library asks Windows itself, not statvfs.
+        shutil.disk_usage = lambda _: shutil._ntuple_diskusage(total, total - free, free)  # type: ignore[attr-defined]
     for name in MISSING_MODULES[system]:
         sys.modules.pop(name, None)
     sys.meta_path.insert(0, _Blocked(MISSING_MODULES[system]))
@@ -120,7 +123,7 @@ def _windows_locks() -> ModuleType:
 
 
 def _is_linux_only(path: object) -> bool:
-    return isinstance(path, str | os.PathLike) and os.fspath(path).startswith(("/proc/", "/sys/"))  # type: ignore[arg-type]
+    return isinstance(path, str | os.PathLike) and os.fspath(path).startswith(("/proc/", "/sys/", "/dev/shm"))  # type: ignore[arg-type]
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ def _check_extras() -> Iterator[CheckResult]:
 
 def _check_torch() -> Iterator[CheckResult]:
     """Load PyTorch in a process of its own: a broken driver may kill the process."""
-    command = [sys.executable, "-c", _TORCH_SCRIPT]
+    command = [sys.executable, "-P", "-c", _TORCH_SCRIPT]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if done.returncode:
         error_lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
