@@ -76,8 +76,8 @@ package: setup
 
 # The client with the oldest versions of its dependencies that are allowed, and with the newest there are.
 test-client: package
-	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python release/check_client.py dist --resolution lowest-direct --tests
-	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python release/check_client.py dist --resolution highest --tests
+	$(BIN)/python release/check_client.py dist --resolution lowest-direct --tests
+	$(BIN)/python release/check_client.py dist --resolution highest --tests
 
 bench: setup
 	$(PIP) -e '.[bench]'

@@ -75,7 +75,7 @@ def install(environment: Path, wheel: Path, asked: argparse.Namespace) -> Path:
     if asked.resolution is None:
         run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(wheel)], ROOT)
     else:
-        uv = ["uv", "pip", "install", "--quiet", "--python", str(python)]
+        uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python)]
         # Of a wheel uv takes only the wheel itself as direct: the file says what Trainshed asks for.
         run([*uv, "--resolution", asked.resolution, "--requirements", str(ROOT / "pyproject.toml")], ROOT)
         run([*uv, "--no-deps", str(wheel)], ROOT)

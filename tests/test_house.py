@@ -100,3 +100,10 @@ def test_autograd_functions_of_a_model_are_taken_into_graphs_whole() -> None:
             if "torch.autograd.Function" in map(ast.unparse, node.bases):
                 decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
                 assert decorators == ["torch._dynamo.allow_in_graph"], f"{shown(file)}: {node.name}"
+
+
+def test_a_program_of_ours_never_takes_a_module_from_the_users_folder() -> None:
+    """`python -m` and `-c` put the current folder first, where a `numbers.py` of the user's hides the library's."""
+    started = re.compile(r"\[sys\.executable,(?! \"-[PI]\")[^\]]*\"-[mc]\"")
+    unsafe = [f"{shown(file)}: {line}" for file in MODULES for line in started.findall(file.read_text())]
+    assert unsafe == []

@@ -24,8 +24,8 @@ def _system_module(name: str) -> Any:
 
 
 fcntl, msvcrt = _system_module("fcntl"), _system_module("msvcrt")
-OPEN_CLOEXEC: int = getattr(os, "O_CLOEXEC", 0)
-"""Keeps a descriptor out of started processes; Windows does so by itself."""
+OPEN_BYTES: int = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+"""Opens a file as bytes, and keeps its descriptor out of started processes. Windows would change line ends."""
 _LOCKED_BYTE = 1 << 30
 _POLL_SECONDS = 0.05
 

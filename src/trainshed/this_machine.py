@@ -3,6 +3,26 @@
 from __future__ import annotations
 
 import os
+import sys
+
+from trainshed.errors import InputError
+
+ON_WINDOWS = sys.platform == "win32"
+
+
+def not_on_windows(what: str) -> InputError:
+    """Return the error of what only Linux and macOS can do."""
+    return InputError(
+        what,
+        hint="Windows plans, renders, submits and watches; do this in WSL (`wsl --install`), or on a cluster "
+        "(`trainshed submit RECIPE --on CLUSTER`)",
+    )
+
+
+def check_can_train() -> None:
+    """Refuse to start ranks on Windows."""
+    if ON_WINDOWS:
+        raise not_on_windows("Windows cannot train")
 
 
 def usable_cpus() -> int:

@@ -2,7 +2,9 @@
 
     python other_systems.py darwin|win32 COMMAND…      each COMMAND is a line of words for `trainshed`
 
-What those systems lack is removed before Trainshed is imported: a call to it fails here as it does there.
+What those systems lack is removed before Trainshed is imported: a call to it fails here as it does there. A file that
+Trainshed opens as text without an encoding is an error: Windows would read it in the encoding of its country. A command
+after `2:` has to end with exit code 2.
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ import importlib.abc
 import os
 import select
 import shlex
+import shutil
 import signal
 import sys
+import warnings
+from types import ModuleType
 from typing import Any, NoReturn
 
 MISSING_MODULES = {
@@ -51,7 +56,6 @@ def become(system: str) -> None:
     import ctypes
     import logging.handlers
     import multiprocessing.connection
-    import shutil
     import subprocess
     import tempfile
     import uuid
@@ -59,6 +63,7 @@ def become(system: str) -> None:
 
     import cyclopts
     import httpx2
+    import huggingface_hub.hf_api
     import numpy
     import obstore.store
     import pydantic.type_adapter
@@ -68,8 +73,14 @@ def become(system: str) -> None:
     import uvicorn
     import yaml
 
-    del asyncio, concurrent, ctypes, logging, multiprocessing, shutil, subprocess, tempfile, uuid, zoneinfo, cyclopts
-    del httpx2, numpy, obstore, pydantic, rich, starlette, uvicorn, yaml
+    del asyncio, concurrent, ctypes, logging, multiprocessing, subprocess, tempfile, uuid, zoneinfo, cyclopts
+    del httpx2, huggingface_hub, numpy, obstore, pydantic, rich, starlette, uvicorn, yaml
+    warnings.filterwarnings("error", category=EncodingWarning, module=r"trainshed\b")
+    if system == "win32":
+        sys.modules["msvcrt"] = _windows_locks()
+        free, total = shutil.disk_usage("/").free, shutil.disk_usage("/").total
+        # The standard library asks Windows itself, not statvfs.
+        shutil.disk_usage = lambda _: shutil._ntuple_diskusage(total, total - free, free)  # type: ignore[attr-defined]
     for name in MISSING_MODULES[system]:
         sys.modules.pop(name, None)
     sys.meta_path.insert(0, _Blocked(MISSING_MODULES[system]))
@@ -98,8 +109,21 @@ def become(system: str) -> None:
     sys.addaudithook(look)
 
 
+def _windows_locks() -> ModuleType:
+    """Return `msvcrt` with its lock of bytes, made of the lock of this system."""
+    import fcntl
+
+    module = ModuleType("msvcrt")
+
+    def locking(descriptor: int, _mode: int, count: int) -> None:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, count, 0, os.SEEK_CUR)
+
+    module.LK_NBLCK, module.locking = 2, locking  # type: ignore[attr-defined]
+    return module
+
+
 def _is_linux_only(path: object) -> bool:
-    return isinstance(path, str | os.PathLike) and os.fspath(path).startswith(("/proc/", "/sys/"))  # type: ignore[arg-type]
+    return isinstance(path, str | os.PathLike) and os.fspath(path).startswith(("/proc/", "/sys/", "/dev/shm"))  # type: ignore[arg-type]
 
 
 def main() -> None:
@@ -111,8 +135,9 @@ def main() -> None:
     for command in commands:
         sys.stdout.write(f"$ trainshed {command}\n")
         sys.stdout.flush()
-        code = run_cli([*shlex.split(command), "--debug"])
-        if code:
+        wanted, _, words = command.rpartition(": ")
+        code = run_cli([*shlex.split(words), "--debug"])
+        if code != int(wanted or 0):
             raise SystemExit(f"{command}: exit code {code}")
 
 

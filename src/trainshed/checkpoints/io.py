@@ -24,7 +24,7 @@ from typing import Any, Self
 import torch
 
 from trainshed.errors import CorruptData
-from trainshed.file_locks import OPEN_CLOEXEC
+from trainshed.file_locks import OPEN_BYTES
 from trainshed.storage import Hasher
 
 # The kernel scatters rows of at least this length while it copies; shorter rows are cheaper with a copy of our own.
@@ -123,7 +123,7 @@ class HashedFile:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | OPEN_CLOEXEC, 0o666)
+        self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | OPEN_BYTES, 0o666)
         self._hasher = Hasher()
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._written_ends: dict[int, int] = {}

@@ -146,9 +146,9 @@ def run_cli(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"stopped by Ctrl-C{'; the same command goes on where it was' if resumed else ''}\n")
         return 130
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _reader_left():
+        if _is_broken_pipe(error) and _reader_left():
             return 0
-        return _fail(_of_the_system(error) or _fault(error), tokens, debug)
+        return _fail(_of_windows(error) or _of_the_system(error) or _fault(error), tokens, debug)
     return result if isinstance(result, int) else 0
 
 
@@ -222,6 +222,14 @@ def wants_json(tokens: Sequence[str]) -> bool:
     )
 
 
+def _of_windows(error: Exception) -> TrainshedError | None:
+    """Say what Windows lacks; None for any other error, and on any other system."""
+    from trainshed.this_machine import ON_WINDOWS, not_on_windows
+
+    is_missing = isinstance(error, AttributeError) and getattr(error.obj, "__name__", None) in ("os", "signal")
+    return not_on_windows(f"Windows has no {error.obj.__name__}.{error.name}") if ON_WINDOWS and is_missing else None
+
+
 def _of_the_system(error: Exception) -> TrainshedError | None:
     """Say what the operating system refused; None where the fault may be ours."""
     import errno
@@ -265,6 +273,16 @@ def _tell_wait(text: str) -> None:
     from trainshed.cli.console import tell_wait
 
     tell_wait(text)
+
+
+def _is_broken_pipe(error: Exception) -> bool:
+    """Whether a write found its pipe closed, which Windows calls an invalid argument."""
+    import errno
+
+    from trainshed.this_machine import ON_WINDOWS
+
+    is_invalid = isinstance(error, OSError) and error.errno == errno.EINVAL and error.filename is None
+    return isinstance(error, BrokenPipeError) or (ON_WINDOWS and is_invalid)
 
 
 def _reader_left() -> bool:

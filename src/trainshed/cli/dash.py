@@ -95,8 +95,8 @@ def _open_browser(address: str, token: str | None) -> None:
     import sys
     import webbrowser
 
-    has_screen = sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
-    if has_screen and sys.stdout.isatty():
+    has_screen = any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+    if (has_screen or sys.platform in ("darwin", "win32")) and sys.stdout.isatty():
         webbrowser.open(address if token is None else f"{address}#token={token}")
 
 

@@ -297,7 +297,9 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is None and file is None and sys.stdin.isatty():
         raise InputError("there is no prompt", hint="write --prompt TEXT, --file FILE, or pipe a text in")
     try:
-        text = prompt if prompt is not None else file.read_text() if file is not None else sys.stdin.read()
+        text = prompt
+        if text is None:
+            text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise NotFound("there is no such file", where=str(file), hint="name a file with the prompt") from None
     except UnicodeDecodeError:

@@ -68,6 +68,7 @@ def render(
 
 
 def _print_request(rendered: RenderedJob, as_: str = "scripts", out: Path | None = None) -> int:
+    import io
     import sys
 
     from trainshed.cli.console import reporter
@@ -87,6 +88,8 @@ def _print_request(rendered: RenderedJob, as_: str = "scripts", out: Path | None
         _write_request(request, out)
         reporter().note(f"{len(request.parts)} parts written to {out}")
     else:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(newline="\n")  # Windows would end lines in a way that bash does not read
         sys.stdout.write(request.text())
     return 0
 

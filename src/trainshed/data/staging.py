@@ -36,7 +36,7 @@ from trainshed.data.tokens.token_source import (
     fingerprint_shard,
 )
 from trainshed.errors import CorruptData, NoSpace
-from trainshed.file_locks import OPEN_CLOEXEC, lock_file
+from trainshed.file_locks import OPEN_BYTES, lock_file
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import Hasher, LocalStore, Manifest, Store, join, open_store, read_into
 from trainshed.storage.manifest import MANIFEST
@@ -301,14 +301,14 @@ _held_locks: dict[str, list[int]] = {}
 
 
 def _hold_shared(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_BYTES, 0o644)
     lock_file(descriptor, shared=True)
     _held_locks.setdefault(str(path), []).append(descriptor)
 
 
 def _is_held(path: Path) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDWR | OPEN_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | OPEN_BYTES)
     except FileNotFoundError:
         return False
     try:
@@ -323,7 +323,7 @@ def _is_held(path: Path) -> bool:
 @contextmanager
 def _locked(path: Path, reporter: Reporter = SILENT) -> Iterator[None]:
     """Hold the lock of a staging folder; the kernel drops it with its holder, however that ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_BYTES, 0o644)
     try:
         try:
             lock_file(descriptor, wait=False)

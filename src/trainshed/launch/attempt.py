@@ -129,7 +129,7 @@ def _amx_is_forbidden() -> bool:
     if not cpuinfo.exists() or "amx_bf16" not in cpuinfo.read_text():
         return False
     probe = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
-    return subprocess.run([sys.executable, "-c", probe], capture_output=True).returncode == -signal.SIGILL
+    return subprocess.run([sys.executable, "-P", "-c", probe], capture_output=True).returncode == -signal.SIGILL
 
 
 def logs_folder(run_folder: Path, attempt: int) -> Path:

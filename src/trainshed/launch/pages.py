@@ -31,7 +31,7 @@ TOKEN_VARIABLE = "TRAINSHED_DASH_TOKEN"
 
 def tensorboard_words(python: str, folder: str, port: int) -> list[str]:
     """Return the command that shows all figures below a folder; it opens no port to others."""
-    return [python, "-m", "tensorboard.main", "--logdir", folder, "--host", LOOPBACK, "--port", str(port)]
+    return [python, "-P", "-m", "tensorboard.main", "--logdir", folder, "--host", LOOPBACK, "--port", str(port)]
 
 
 def local_tensorboard(folder: Path, port: int) -> RemoteCommand:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import orjson
 
 from trainshed.errors import Conflict, CorruptData, StorageError, TrainshedError
-from trainshed.file_locks import OPEN_CLOEXEC
+from trainshed.file_locks import OPEN_BYTES
 from trainshed.run_folder import EVENTS, attempt_name, attempt_number, rank_name
 from trainshed.storage import ABSENT, ObjectInfo, Store, join, list_after, parse
 
@@ -86,7 +86,7 @@ def is_mounted_bucket(path: Path, mounts: str | None = None) -> bool:
     """
     if mounts is None:
         try:
-            mounts = Path("/proc/self/mounts").read_text(errors="replace")
+            mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
         except OSError:
             return False
     kinds = {fields[1]: fields[2] for line in mounts.splitlines() if len(fields := line.split()) > 2}
@@ -182,7 +182,7 @@ class LocalSegmentWriter:
             self._number += 1
             path = self._folder / f"{self._number:06d}.jsonl"
             try:
-                return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | OPEN_CLOEXEC, 0o666)
+                return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | OPEN_BYTES, 0o666)
             except FileExistsError:
                 continue
 

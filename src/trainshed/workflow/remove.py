@@ -231,7 +231,7 @@ def _refers_to(run: LocalRun, folder: Path) -> bool:
         return False
     base = orjson.loads((run.folder / PREPARED_FILE).read_bytes())["base"]
     manifest = Path(base) / MANIFEST if base else None
-    return manifest is not None and manifest.is_file() and bool(inside.search(manifest.read_text()))
+    return manifest is not None and manifest.is_file() and bool(inside.search(manifest.read_text(encoding="utf-8")))
 
 
 def _removal_order(path: str) -> tuple[bool, bool, str]:

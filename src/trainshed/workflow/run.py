@@ -38,6 +38,7 @@ from trainshed.recipe.phase_spans import with_rope_base, written_steps
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_path, store_of
 from trainshed.storage import LocalStore, StoreOptions
+from trainshed.this_machine import check_can_train
 from trainshed.workflow.evaluation.evaluate import EvaluationReport, check_eval_inputs
 from trainshed.workflow.evaluation.stage import EvaluationBesideTraining, evaluate_run
 from trainshed.workflow.layout import phase_layouts, planned_layout, weights_architecture
@@ -181,6 +182,7 @@ def _value_text(value: Any) -> str:
 
 def check_trainable(recipe: Recipe, cluster: Cluster, *, keys: dict[str, object] | None = None) -> None:
     """Refuse what could not train here before anything is fetched or prepared; `keys` are those of `--layout`."""
+    check_can_train()
     check_runnable(recipe, cluster)
     if find_spec("torch") is None:
         raise MissingExtra.named("train", "training")

@@ -52,7 +52,7 @@ from trainshed.recipe import (
 )
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore
-from trainshed.this_machine import usable_cpus
+from trainshed.this_machine import check_can_train, usable_cpus
 from trainshed.workflow import PreparedRun, check_engine, planned_layout, prepare_run, run_layout, save_run
 from trainshed.workflow.layout import weights_architecture
 
@@ -235,6 +235,7 @@ def verify(
     No data has to be prepared and no weights fetched. A layout that is illegal for the model itself is an `InputError`
     before anything runs.
     """
+    check_can_train()
     if steps < 2:
         raise InputError(f"{steps} steps have no middle to resume in", where="--steps", hint="write --steps 2 or more")
     check_engine(recipe)

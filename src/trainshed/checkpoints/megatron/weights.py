@@ -24,7 +24,7 @@ from trainshed.checkpoints.megatron.args import MegatronLayout
 from trainshed.checkpoints.torch_save_reader import DTYPE_BYTES
 from trainshed.checkpoints.weights import AdvanceProgress, Weights, box_ends, dtype_name, join_names, stored_dtype
 from trainshed.errors import CorruptData, InputError, NotFound
-from trainshed.file_locks import OPEN_CLOEXEC
+from trainshed.file_locks import OPEN_BYTES
 from trainshed.models.megatron_tensors import MegatronTensor, is_norm_weight, megatron_row_mappings
 from trainshed.models.parameters import Parameter
 from trainshed.recipe import ModelConfig
@@ -209,7 +209,7 @@ class MegatronWeights:
         with self._lock:
             if file not in self._files:
                 try:
-                    self._files[file] = os.open(file, os.O_RDONLY | OPEN_CLOEXEC)
+                    self._files[file] = os.open(file, os.O_RDONLY | OPEN_BYTES)
                 except FileNotFoundError:
                     raise missing_file(file) from None
             return self._files[file]

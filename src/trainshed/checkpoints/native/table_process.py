@@ -46,7 +46,7 @@ def make_tables(
     head = {"step": step, "attempt": attempt, "spec": spec, "facts": facts, "records": [len(data) for data in records]}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
-        [sys.executable, "-m", __name__],
+        [sys.executable, "-P", "-m", __name__],
         input=_framed(head, *records),
         capture_output=True,
         env=environment,

@@ -85,7 +85,7 @@ class MegatronOracle:
         }
         self._errors = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", PROCESS],
+            [sys.executable, "-P", "-W", "ignore", "-m", PROCESS],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

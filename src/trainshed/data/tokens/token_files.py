@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from trainshed import file_locks
 from trainshed.errors import AddressError, Conflict, CorruptData, InputError, NoSpace, NotFound, StorageError
-from trainshed.file_locks import OPEN_CLOEXEC, lock_file
+from trainshed.file_locks import OPEN_BYTES, lock_file
 from trainshed.storage import open_store, parse
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class LocalTokenFile:
     def __init__(self, path: str) -> None:
         self._path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | OPEN_CLOEXEC)
+            self._descriptor = os.open(path, os.O_RDONLY | OPEN_BYTES)
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
@@ -237,7 +237,7 @@ def partial_file(path: Path) -> Iterator[BinaryIO]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial_path(path)
-    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | OPEN_CLOEXEC, 0o666)
+    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | OPEN_BYTES, 0o666)
     try:
         with open(descriptor, "r+b") as file:
             _lock_partial(file, path)

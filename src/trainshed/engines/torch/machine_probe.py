@@ -265,7 +265,9 @@ def _wait_for_ranks(processes: list[subprocess.Popen[bytes]], folder: Path) -> N
         raise TrainshedError(f"measuring all-reduces failed: {last}", hint="is every GPU of the machine free?")
     if running:
         raise TrainshedError(
-            f"all-reduces did not end within {_TIMEOUT_SECONDS} s", hint="NCCL_DEBUG=INFO shows what they wait for"
+            f"all-reduces did not end within {_TIMEOUT_SECONDS} s",
+            hint="with GPUs, NCCL_DEBUG=INFO shows what they wait for; on a CPU other programs take its cores: "
+            "run it again when they have ended",
         )
 
 

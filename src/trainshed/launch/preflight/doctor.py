@@ -27,6 +27,7 @@ from trainshed.observe.notify import Recipient, send, trial_message
 from trainshed.recipe import Cluster, SecretReference
 from trainshed.recipe.notify import Notification, WebhookSecret
 from trainshed.storage import parse
+from trainshed.this_machine import ON_WINDOWS, not_on_windows
 
 # An extra, a module that only it installs, and what cannot be done without it.
 _EXTRAS = (
@@ -53,6 +54,9 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "hip":
 def machine_checks() -> Iterator[CheckResult]:
     """Check this machine."""
     yield _check_python()
+    if ON_WINDOWS:
+        error = not_on_windows("Windows cannot train")
+        yield CheckResult("training", "skipped", error.what, error.hint)
     yield from _check_extras()
     if find_spec("torch") is not None:
         yield from _check_torch()
@@ -78,7 +82,8 @@ def _check_extras() -> Iterator[CheckResult]:
 
 def _check_torch() -> Iterator[CheckResult]:
     """Load PyTorch in a process of its own: a broken driver may kill the process."""
-    done = subprocess.run([sys.executable, "-c", _TORCH_SCRIPT], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-P", "-c", _TORCH_SCRIPT]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if done.returncode:
         error_lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
         yield CheckResult(
