@@ -337,6 +337,7 @@ def test_what_is_left_out_is_what_transformers_takes() -> None:
         ("deepseek_v3", {"attention_bias": True}, "`attention_bias: true`"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "`num_key_value_heads: 2`"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quant_method: \"fp8\"`"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "awq"}}, "quant_method: \"awq\"`"),
         ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quant_method: \"awq\"`"),
         ("llama4_text", {"moe_layers": [0, 3]}, "`moe_layers: [0, 3]` is not every 2 layers"),
         ("llama4_text", {"layer_types": ["full_attention"] * 5}, "is not what `no_rope_layers` gives"),
@@ -380,7 +381,7 @@ def test_a_value_that_cannot_be_is_named_in_both_words() -> None:
 @pytest.mark.parametrize(
     ("model_type", "nearest"),
     [
-        ("gemma3", "gemma3_text"),
+        ("gemma3n", "gemma3_text"),
         ("phi", "phi3"),
         ("olmo", "olmo2"),
         ("qwen3_next", "qwen3"),

@@ -250,7 +250,7 @@ class ModelConfig(Section):
                 f"is missing: the family {self.family} has rotary positions",
                 "rope: {base: 10000.0}",
             )
-        if self.rope is not None and (turned := self.rope.rotary_dim(self.head_dim)) % 2:
+        if self.rope is not None and self.mla is None and (turned := self.rope.rotary_dim(self.head_dim)) % 2:
             if turned == self.head_dim:
                 yield Problem(
                     ("head_dim",), f"{self.head_dim} is odd; rotary positions turn pairs", "write an even number"
