@@ -341,6 +341,7 @@ def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
         compile_blocks=mesh.device.type == "cuda",
         lora=train.lora,
         added=job.added,
+        groups=train.optimizer.groups or (),
     )
 
 
