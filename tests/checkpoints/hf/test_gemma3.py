@@ -1,4 +1,4 @@
-"""Gemma 3 as it is published: 4B, 12B and 27B see pictures too; the part that reads text is read, the other left out."""
+"""Gemma 3 as it is published: 4B, 12B and 27B see pictures too, and their part that reads text is read."""
 
 from __future__ import annotations
 

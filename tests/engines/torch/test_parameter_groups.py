@@ -132,7 +132,9 @@ def test_a_frozen_tensor_has_no_gradient_and_others_have_the_same(family: str, p
     for frozen in ([], groups):
         model = one_process_model(config, length=8, precision=precision, micro_batch=2, groups=frozen)
         kept: list[torch.Size] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda saved, k=kept: (k.append(saved.shape), saved)[1], lambda saved: saved):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda saved, k=kept: (k.append(saved.shape), saved)[1], lambda saved: saved
+        ):
             loss = model.stages[0](tokens[:, :-1], tokens[:, 1:])[0]
         loss.backward()
         results.append((gradients(model), len(kept)))
