@@ -90,7 +90,6 @@ def test_torch_counts_the_same_training_step_of_adapters(targets: tuple[str, ...
 @pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3", "gpt_oss"])
 def test_torch_counts_the_same_training_step_of_our_own_model_with_frozen_groups(family: str) -> None:
     """None is below all that is trained: inputs of every layer have gradients."""
-    import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     from support.models.one_process import one_process_model, token_rows

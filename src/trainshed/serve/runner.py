@@ -17,9 +17,9 @@ from trainshed.models.attention import attention_rule, supports_flash
 from trainshed.models.cached_decoder import (
     AttentionFunction,
     CachedDecoder,
+    PerSequenceAttention,
     SequenceSpan,
     VarlenMetadata,
-    per_sequence_attention,
     varlen_flash_attention,
 )
 from trainshed.models.decoder import DecoderStage
@@ -145,7 +145,7 @@ class ModelRunner:
                     SequenceSpan(query_start, len(part.tokens), part.block_start, part.position + len(part.tokens))
                 )
                 query_start += len(part.tokens)
-            return per_sequence_attention(spans)
+            return PerSequenceAttention(spans)
         starts = [0]
         for part in scheduled:
             starts.append(starts[-1] + len(part.tokens))
