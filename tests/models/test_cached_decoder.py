@@ -48,7 +48,9 @@ def states(decoder: CachedDecoder, tokens: torch.Tensor, cuts: list[list[int]], 
         at = torch.tensor(positions)
         places = at + torch.tensor([begins[row] for row in rows])
         with torch.inference_mode():
-            out = decoder.hidden(torch.tensor(new), at, places, PerSequenceAttention(spans))
+            # What `trained_states` computes is as long as the model.
+            table_rows = torch.tensor(decoder.table_rows(positions, decoder.config.max_positions))
+            out = decoder.hidden(torch.tensor(new), at, places, PerSequenceAttention(spans), table_rows=table_rows)
         found[torch.tensor(rows), at] = out
     return found
 

@@ -25,6 +25,7 @@ from trainshed.models.attention import (
     PLAIN_ATTENTION,
     AttentionRule,
     causal_attention,
+    is_stretched,
     score_attention,
 )
 from trainshed.models.decoder import DecoderLayer, DecoderStage, rows_of_table, scale_embedding
@@ -70,6 +71,12 @@ class CachedDecoder:
         shape = (self.config.layers, slots, *width)
         self.keys = torch.zeros(shape, dtype=decoder.spec.dtype, device=decoder.spec.device)
         self.values = torch.zeros_like(self.keys) if mla is None else self.keys[..., : mla.kv_rank]
+        self._tables = decoder.generation_tables()
+
+    def table_rows(self, positions: Sequence[int], longest: int) -> list[int]:
+        """Return where the tables have these positions of a sequence that may become so many tokens long."""
+        first = self.config.max_positions if is_stretched(self.config, longest) else 0
+        return [first + position for position in positions]
 
     def hidden(
         self,
@@ -78,10 +85,12 @@ class CachedDecoder:
         slots: torch.Tensor,
         attention: AttentionFunction,
         *,
+        table_rows: torch.Tensor | None = None,
         one_by_one: int = 0,
     ) -> torch.Tensor:
         """Run new tokens [T] at their positions [T], store their keys in `slots` [T]: normalised hidden states [T, H].
 
+        `table_rows` [T] are those of `table_rows()`; None: the positions themselves.
         With `one_by_one` only that many of the tokens go through experts, each by itself. Then the result of a token
         never depends on the other tokens that chose the same expert.
         """
@@ -90,8 +99,8 @@ class CachedDecoder:
         if self.config.positions == "learned":
             x = x + F.embedding(positions, decoder.positions.weight).to(x.dtype)
         rotary_of = {
-            kind: None if table is None else rows_of_table(table, positions)
-            for kind, table in decoder.position_tables.items()
+            kind: None if table is None else rows_of_table(table, positions if table_rows is None else table_rows)
+            for kind, table in self._tables.items()
         }
         x = x[:, None]
         for layer, block in enumerate(decoder.layers.values()):

@@ -56,8 +56,10 @@ class HfFamily:
     """Of layers with a window, if they have a rotary table of their own, which is never stretched."""
     rope_fraction: float | None = None
     """Which part of a head is turned if the config does not say; None: all of it, and the config has no say."""
-    refused_rope_kinds: tuple[str, ...] = ()
-    """Kinds of stretching that mean something else in this family."""
+    refused_rope_kinds: tuple[str, ...] = ("longrope",)
+    """Kinds of stretching that this family does not have."""
+    rope_kind_names: Mapping[str, str] = field(default_factory=dict)
+    """Other names of kinds of stretching in this family."""
     default_scaling: Mapping[str, Any] = field(default_factory=dict)
     """How transformers stretches positions if the config says nothing of it, in its own words."""
     window_style: WindowStyle = "none"
@@ -158,8 +160,9 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
         _DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": None, "sliding_window": None},
         PHI3_NAMES,
         rope_fraction=1.0,
-        # transformers takes both for `longrope`, whose frequencies depend on the length of the text.
-        refused_rope_kinds=("yarn",),
+        refused_rope_kinds=("yarn", "linear", "llama3"),
+        # What Phi-3's first configs wrote; transformers takes both for `longrope`.
+        rope_kind_names={"su": "longrope", "yarn": "longrope"},
         window_style="all",
         unread=frozenset({"original_max_position_embeddings"}),
     ),

@@ -261,6 +261,15 @@ class ModelConfig(Section):
                     f"{turned} of {self.head_dim} channels would be turned, which is odd",
                     "write a fraction that gives an even number",
                 )
+        scaling = None if self.rope is None else self.rope.scaling
+        for key in ("short_factors", "long_factors"):
+            factors = None if scaling is None else getattr(scaling, key)
+            if factors is not None and len(factors) != self.rotary_dim // 2:
+                yield Problem(
+                    ("rope", "scaling", key),
+                    f"has {len(factors)} divisors, and {self.rotary_dim // 2} pairs of channels are turned",
+                    "write one for each pair",
+                )
         if self.positions == "learned" and self.rope is not None:
             yield Problem(("rope",), f"the family {self.family} has learned positions", "delete `rope`")
         yield from self._pattern_problems()

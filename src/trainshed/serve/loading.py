@@ -139,7 +139,8 @@ class LoadedModel:
             ids, positions = rows.unbind(0)
             cached = CachedDecoder(self.decoder, len(tokens))
             attention = PerSequenceAttention([SequenceSpan(0, len(tokens), 0, len(tokens))])
-            return cached.logits(cached.hidden(ids, positions, positions, attention))
+            table_rows = torch.tensor(cached.table_rows(range(len(tokens)), len(tokens)), device=ids.device)
+            return cached.logits(cached.hidden(ids, positions, positions, attention, table_rows=table_rows))
 
     def generator(
         self,

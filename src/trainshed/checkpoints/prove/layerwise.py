@@ -104,7 +104,7 @@ def _rotary(config: ModelConfig, layer: int, positions: torch.Tensor) -> Positio
     if not config.has_rope(layer):
         scales = query_scales(config, positions)
         return None if scales is None else scales[:, None, None, None]
-    cosine, sine = rotary_table(config, positions, local=config.has_local_rope(layer))
+    cosine, sine = rotary_table(config, positions, length=len(positions), local=config.has_local_rope(layer))
     return cosine[:, None, None], sine[:, None, None]
 
 
