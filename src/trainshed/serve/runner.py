@@ -136,7 +136,7 @@ class ModelRunner:
                 part.block_start + part.position,
                 part.block_start,
                 part.adapter,
-                *self._table_rows([part.position], part.longest),
+                self._table_rows([part.position], part.longest)[0],
             )
             for part in scheduled
         ]

@@ -186,9 +186,9 @@ def _join_float8(stored: dict[str, SafetensorsEntry], folder: Path) -> dict[str,
             or scales.dtype not in SAFETENSORS_DTYPES
             or values.end - values.start != math.prod(values.shape)
         ):
-            each = "rows" if block is None else f"blocks of {block[0]} x {block[1]}"
+            parts = "rows" if block is None else f"blocks of {block[0]} x {block[1]}"
             raise CorruptData(
-                f"`{name}` is in 8 bits, and has no scale for each of its {each}",
+                f"`{name}` is in 8 bits, and has no scale for each of its {parts}",
                 where=str(folder),
                 hint="fetch the folder again; scales are read by row (`weight_scale`, channel), or by block "
                 "(`weight_scale_inv`, with `quantization_config.weight_block_size` in config.json)",
