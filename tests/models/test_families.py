@@ -319,8 +319,7 @@ def test_what_is_left_out_is_what_transformers_takes() -> None:
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "`architectures: "),
         ("llama", {"is_causal": False}, "`is_causal: false`"),
         ("llama", {"sliding_window": 8}, "`sliding_window: 8`"),
-        ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "`rope_scaling.rope_type: longrope`"),
-        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "`rope_scaling.rope_type: yarn`"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "`rope_scaling.rope_type: linear`"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "`attn_logit_softcapping: 50.0`"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "`use_bidirectional_attention: true`"),
         ("gemma2", {"layer_types": ["full_attention"]}, "`layer_types: "),
@@ -337,6 +336,7 @@ def test_what_is_left_out_is_what_transformers_takes() -> None:
         ("deepseek_v3", {"attention_bias": True}, "`attention_bias: true`"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "`num_key_value_heads: 2`"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quant_method: \"fp8\"`"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "awq"}}, "quant_method: \"awq\"`"),
         ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quant_method: \"awq\"`"),
         ("llama4_text", {"moe_layers": [0, 3]}, "`moe_layers: [0, 3]` is not every 2 layers"),
         ("llama4_text", {"layer_types": ["full_attention"] * 5}, "is not what `no_rope_layers` gives"),
@@ -360,6 +360,26 @@ def test_what_changes_the_maths_and_is_not_ours_is_refused_by_name(
     assert caught.value.hint
 
 
+def test_longrope_is_read_as_phi_3_and_phi_4_mini_are_published() -> None:
+    """The names of its kind in all versions; the context before the stretch beside it; the factor by the positions."""
+    config = tiny_config("phi3-longrope")
+    assert config.rope is not None
+    scaling = config.rope.scaling
+    assert scaling is not None
+    assert scaling.short_factors is not None
+    assert scaling.long_factors is not None
+    lists = {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
+    for kind in ("longrope", "su", "yarn"):
+        beside = {"rope_theta": 10000.0, "original_max_position_embeddings": 20, "rope_scaling": lists | {"type": kind}}
+        body = written("phi3-longrope") | beside
+        assert read_hf_config(body, "config.json") == config
+    lacking = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": lists["long_factor"]}
+    with pytest.raises(InputError, match="has 2 divisors, and 6 pairs of channels are turned"):
+        read_hf_config(written("phi3-longrope", rope_scaling=lacking), "config.json")
+    with pytest.raises(InputError, match=r"long_factors\): is missing"):
+        read_hf_config(written("phi3-longrope", rope_scaling={"type": "longrope", "short_factor": [1.0]}), "c")
+
+
 def test_a_missing_size_is_not_guessed() -> None:
     config = written("mistral")
     del config["num_key_value_heads"]
@@ -380,7 +400,7 @@ def test_a_value_that_cannot_be_is_named_in_both_words() -> None:
 @pytest.mark.parametrize(
     ("model_type", "nearest"),
     [
-        ("gemma3", "gemma3_text"),
+        ("gemma3n", "gemma3_text"),
         ("phi", "phi3"),
         ("olmo", "olmo2"),
         ("qwen3_next", "qwen3"),

@@ -58,7 +58,7 @@ def products_in_backward(recompute: Recompute, *, fp8: bool, captured: bool) -> 
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     if fp8:
-        convert_to_float8([module for module in layer.modules() if isinstance(module, Linear)], frozen=False)
+        convert_to_float8([module for module in layer.modules() if isinstance(module, Linear)])
     if captured:
         layer.compile(backend="aot_eager", fullgraph=True)
     x = torch.randn(LENGTH, ROWS, CONFIG.hidden, dtype=torch.bfloat16, requires_grad=True)

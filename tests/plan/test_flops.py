@@ -16,6 +16,7 @@ from trainshed.plan.flops import (
     training_flops_per_token,
 )
 from trainshed.recipe import Lora
+from trainshed.recipe.optimizer import ParameterGroup
 
 BATCH, LENGTH = 2, 16
 
@@ -84,6 +85,28 @@ def test_torch_counts_the_same_training_step_of_adapters(targets: tuple[str, ...
     lora = Lora(rank=4, alpha=8.0, targets=targets)
     expected = BATCH * LENGTH * training_flops_per_token(config, LENGTH, causal=False, lora=lora)
     assert counter.get_total_flops() - rotary == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3", "gpt_oss"])
+def test_torch_counts_the_same_training_step_of_our_own_model_with_frozen_groups(family: str) -> None:
+    """None is below all that is trained: inputs of every layer have gradients."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from support.models.one_process import one_process_model, token_rows
+
+    config = tiny_config(family)
+    names = ("layers.1.attention.*", "*.mlp.experts.down", "*.mlp.up.weight", "head.weight", "layers.0.mlp.down.weight")
+    groups = [ParameterGroup.model_validate({"match": name, "freeze": True}) for name in names]
+    counted = []
+    for chosen in ([], groups):
+        model = one_process_model(config, length=LENGTH, micro_batch=BATCH, groups=chosen)
+        rows = token_rows(config, BATCH, LENGTH + 1)
+        with FlopCounterMode(display=False) as counter:
+            model.stages[0](rows[:, :-1], rows[:, 1:])[0].backward()
+        counted.append(counter.get_total_flops())
+    expected = [training_flops_per_token(config, LENGTH, groups=chosen) for chosen in ([], groups)]
+    assert expected[1] < expected[0]
+    assert counted[0] - counted[1] == BATCH * LENGTH * (expected[0] - expected[1])
 
 
 def test_frozen_weights_cost_two_thirds_and_a_reference_one_more_forward_pass() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from support.models.tiny_models import tiny_config
 from trainshed.catalog import model_preset, preset_names
 from trainshed.errors import InputError
 from trainshed.models.parameters import parameter_count
@@ -20,6 +21,19 @@ NO_SIZE = (
     "family", "norm", "norm_eps", "activation", "gated", "positions", "rope", "tied_embeddings", "qkv_bias",
     "output_bias", "mlp_bias", "qk_norm",
 )  # fmt: skip
+
+
+LONGROPE = {
+    "base": 10000.0,
+    "fraction": 0.75,
+    "scaling": {
+        "kind": "longrope",
+        "factor": 4.0,
+        "original_positions": 1024,
+        "short_factors": [1.0 + pair / 10 for pair in range(12)],
+        "long_factors": [2.0] * 12,
+    },
+}
 
 
 def sizes(number: int, most: int) -> list[int]:
@@ -138,6 +152,16 @@ def test_layers_that_do_not_divide_by_the_chunks_still_do_not() -> None:
 def test_a_window_cuts_the_shrunk_sequence_where_it_cut_the_whole_one() -> None:
     assert shrunk("mistral-7b-v0.1", length=16384).config.sliding_window == 8
     assert shrunk("mistral-7b-v0.1", length=2048).config.sliding_window == 64
+
+
+def test_divisors_of_frequencies_are_those_of_the_narrower_heads_and_rows_stay_long() -> None:
+    config = tiny_config("phi3-longrope", head_dim=32, hidden=128, rope=LONGROPE, max_positions=4096)
+    small = shrink(config, place(config), sequence_length=2048, batch_sizes=[8], max_ranks=4)
+    assert small.config.rope is not None
+    scaling = small.config.rope.scaling
+    assert scaling is not None
+    assert scaling.original_positions == small.sequence_length // 2
+    assert scaling.short_factors == (1.0, 1.1, 1.2, 1.3, 1.4, 1.5)[: small.config.rotary_dim // 2]
 
 
 def test_tensors_that_dp_ranks_share_out_evenly_or_not_still_are() -> None:

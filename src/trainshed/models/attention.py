@@ -346,10 +346,20 @@ def context_parallel_positions(length: int, cp_size: int, cp_rank: int) -> torch
     return torch.cat([torch.arange(half * half_length, (half + 1) * half_length) for half in halves])
 
 
-def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> torch.Tensor:
+def is_stretched(config: ModelConfig, length: int) -> bool:
+    """Whether a text of so many tokens has other rotary frequencies than shorter ones, in all of its positions."""
+    scaling = None if config.rope is None else config.rope.scaling
+    if scaling is None or scaling.kind != "longrope":
+        return False
+    assert scaling.original_positions is not None, "the schema asks for it"
+    return length > scaling.original_positions
+
+
+def inverse_frequencies(config: ModelConfig, *, local: bool = False, stretched: bool = False) -> torch.Tensor:
     """Return the rotary frequencies, stretched as the model says: float32 [D / 2], as Hugging Face computes them.
 
-    D is the part of a head that is turned. `local` is for layers with a window that have a base of their own.
+    D is the part of a head that is turned. `local` is for layers with a window that have a base of their own,
+    `stretched` is what `is_stretched` says of a text.
     """
     assert config.rope is not None, "the schema asks for it wherever positions are rotary"
     rope, width = config.rope, config.rotary_dim
@@ -367,6 +377,10 @@ def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> torch.Te
             return _llama3_frequencies(frequencies, rope.scaling)
         case "yarn":
             return _yarn_frequencies(frequencies, rope.base, rope.scaling)
+        case "longrope":
+            factors = rope.scaling.long_factors if stretched else rope.scaling.short_factors
+            assert factors is not None, "the schema asks for both"
+            return 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.base**exponent)
 
 
 def _llama3_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
@@ -403,12 +417,16 @@ def _yarn_frequencies(frequencies: torch.Tensor, base: float, scaling: RopeScali
 
 
 def _rotary_magnitude(config: ModelConfig, *, local: bool) -> float:
-    """Return what cosines and sines are multiplied by: YaRN makes scores larger where it stretches."""
+    """Return what cosines and sines are multiplied by: YaRN and LongRoPE make scores larger."""
     scaling = config.rope.scaling if config.rope is not None and not local else None
-    if scaling is None or scaling.kind != "yarn":
+    if scaling is None or scaling.kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    if scaling.kind == "longrope":
+        assert scaling.original_positions is not None, "the schema asks for it"
+        growth = max(0.0, math.log(scaling.factor)) / math.log(scaling.original_positions)
+        return math.sqrt(1 + growth)
     if scaling.mscale and scaling.mscale_all_dim:
         return yarn_magnitude(scaling, scaling.mscale) / yarn_magnitude(scaling, scaling.mscale_all_dim)
     return yarn_magnitude(scaling)
@@ -420,10 +438,14 @@ def yarn_magnitude(scaling: RopeScaling, mscale: float = 1.0) -> float:
 
 
 def rotary_table(
-    config: ModelConfig, positions: torch.Tensor, *, local: bool = False
+    config: ModelConfig, positions: torch.Tensor, *, length: int, local: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines for these positions: float32 [S, D] each; `local` as in `inverse_frequencies`."""
-    angles = torch.outer(positions.float(), inverse_frequencies(config, local=local))
+    """Return cosines and sines for these positions of a text of some length: float32 [S, D] each.
+
+    `local` is as in `inverse_frequencies`.
+    """
+    frequencies = inverse_frequencies(config, local=local, stretched=is_stretched(config, length))
+    angles = torch.outer(positions.float(), frequencies)
     angles = torch.cat([angles, angles], dim=-1)
     magnitude = _rotary_magnitude(config, local=local)
     return angles.cos() * magnitude, angles.sin() * magnitude

@@ -4,7 +4,9 @@ It runs the layers of the decoder that trains; only attention differs. The keys 
 in one row of slots. Each sequence has a block of consecutive slots, and its new tokens attend to this block.
 
 With latent attention a slot holds the latent and the rotary key that all heads share. This is one key of a single
-group, and its first channels are the value (`latent_attention.py`).
+group, and its first channels are the value (`latent_attention.py`). A few new tokens attend to the slots themselves.
+For many, as in prefill, the keys and values of all heads are computed from them first: these are narrower (in
+DeepSeek-V3 a query and a key cost 320 products with them, 1,088 without).
 
 Shapes: T new tokens of all sequences, one sequence after the other; B sequences; N slots of the cache; G key/value
 groups, r query heads per group, D head_dim, H hidden, V vocabulary.
@@ -23,6 +25,7 @@ from trainshed.models.attention import (
     PLAIN_ATTENTION,
     AttentionRule,
     causal_attention,
+    is_stretched,
     score_attention,
 )
 from trainshed.models.decoder import DecoderLayer, DecoderStage, rows_of_table, scale_embedding
@@ -50,6 +53,11 @@ class SequenceSpan:
     slot_start: int
     key_length: int
 
+    @property
+    def rows(self) -> slice:
+        """Its new tokens among all."""
+        return slice(self.query_start, self.query_start + self.query_length)
+
 
 class CachedDecoder:
     """A whole decoder on one device, with its KV cache of `slots` tokens."""
@@ -63,6 +71,12 @@ class CachedDecoder:
         shape = (self.config.layers, slots, *width)
         self.keys = torch.zeros(shape, dtype=decoder.spec.dtype, device=decoder.spec.device)
         self.values = torch.zeros_like(self.keys) if mla is None else self.keys[..., : mla.kv_rank]
+        self._tables = decoder.generation_tables()
+
+    def table_rows(self, positions: Sequence[int], longest: int) -> list[int]:
+        """Return where the tables have these positions of a sequence that may become so many tokens long."""
+        first = self.config.max_positions if is_stretched(self.config, longest) else 0
+        return [first + position for position in positions]
 
     def hidden(
         self,
@@ -71,10 +85,12 @@ class CachedDecoder:
         slots: torch.Tensor,
         attention: AttentionFunction,
         *,
+        table_rows: torch.Tensor | None = None,
         one_by_one: int = 0,
     ) -> torch.Tensor:
         """Run new tokens [T] at their positions [T], store their keys in `slots` [T]: normalised hidden states [T, H].
 
+        `table_rows` [T] are those of `table_rows()`; None: the positions themselves.
         With `one_by_one` only that many of the tokens go through experts, each by itself. Then the result of a token
         never depends on the other tokens that chose the same expert.
         """
@@ -83,8 +99,8 @@ class CachedDecoder:
         if self.config.positions == "learned":
             x = x + F.embedding(positions, decoder.positions.weight).to(x.dtype)
         rotary_of = {
-            kind: None if table is None else rows_of_table(table, positions)
-            for kind, table in decoder.position_tables.items()
+            kind: None if table is None else rows_of_table(table, positions if table_rows is None else table_rows)
+            for kind, table in self._tables.items()
         }
         x = x[:, None]
         for layer, block in enumerate(decoder.layers.values()):
@@ -122,8 +138,19 @@ class CachedDecoder:
         """Store latents and rotary keys of new tokens [T, 1, H] and attend to those of their sequences."""
         query, latent, rotary_key = module.compress(x, rotary)
         keys.index_copy_(0, slots, torch.cat([latent, rotary_key], dim=-1))
-        out = attention(module.absorbed_queries(query[:, 0]), keys, values, PLAIN_ATTENTION, None)
-        return module.out(module.values_of_latents(out)[:, None])
+        assert isinstance(attention, PerSequenceAttention), "latents are wider than the heads that other kernels take"
+        expanded = [span for span in attention.spans if module.expands(span.query_length, span.key_length)]
+        if len(expanded) == len(attention.spans):
+            heads = x.new_empty(len(x), module.heads * module.mla.value_dim)
+        else:
+            out = attention.excluding(expanded)(
+                module.absorbed_queries(query[:, 0]), keys, values, PLAIN_ATTENTION, None
+            )
+            heads = module.values_of_latents(out)
+        for span in expanded:
+            compressed = keys[span.slot_start : span.slot_start + span.key_length]
+            heads[span.rows] = module.expanded_attention(query[span.rows, 0], compressed)
+        return module.out(heads[:, None])
 
     @staticmethod
     def _feed_forward(block: DecoderLayer, x: torch.Tensor, one_by_one: int) -> torch.Tensor:
@@ -137,28 +164,38 @@ class CachedDecoder:
         return self.decoder.logits(hidden).float()
 
 
-def per_sequence_attention(spans: Sequence[SequenceSpan]) -> AttentionFunction:
-    """Attend sequence by sequence: works on every device and in every dtype, and no sequence changes another."""
+@dataclass(frozen=True)
+class PerSequenceAttention:
+    """Attends sequence by sequence: works on every device and in every dtype, and no sequence changes another."""
 
-    def attention(
-        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: AttentionRule, sinks: torch.Tensor | None
+    spans: Sequence[SequenceSpan]
+
+    def excluding(self, spans: Sequence[SequenceSpan]) -> PerSequenceAttention:
+        """Return the same without some sequences, whose results are zeros."""
+        return PerSequenceAttention([span for span in self.spans if span not in spans])
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rule: AttentionRule,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
+        """Attend: an `AttentionFunction`."""
         out, window = query.new_zeros(*query.shape[:-1], values.shape[-1]), rule.window
-        for span in spans:
+        for span in self.spans:
             visible = span.key_length if window is None else min(span.key_length, window + span.query_length - 1)
             if rule.chunk is not None and span.query_length == 1:
                 visible = (span.key_length - 1) % rule.chunk + 1
             slot_stop = span.slot_start + span.key_length
             block = slice(slot_stop - visible, slot_stop)
-            rows = slice(span.query_start, span.query_start + span.query_length)
             if span.query_length == 1:
-                out[rows] = _decode_attention(query[rows], keys[block], values[block], rule, sinks)
+                out[span.rows] = _decode_attention(query[span.rows], keys[block], values[block], rule, sinks)
             else:
-                parts = (query[rows, None], keys[block, None], values[block, None])
-                out[rows] = causal_attention(*parts, rule, sinks=sinks)[:, 0]
+                parts = (query[span.rows, None], keys[block, None], values[block, None])
+                out[span.rows] = causal_attention(*parts, rule, sinks=sinks)[:, 0]
         return out
-
-    return attention
 
 
 def _decode_attention(

@@ -26,6 +26,7 @@ from trainshed.models.attention import (
     RotaryTable,
     attention_rule,
     context_parallel_positions,
+    is_stretched,
     query_scales,
     rotary_table,
 )
@@ -267,13 +268,27 @@ class DecoderStage(nn.Module):
             layers = self.config.layers + self.config.mtp_layers
             self.expert_load = torch.zeros(layers, moe.experts, dtype=torch.float64, device=device)
 
+    def generation_tables(self) -> _PositionTables:
+        """Return the tables of all positions that the model knows, where its texts may have any length.
+
+        Where longer texts have other frequencies, theirs come after those of shorter ones.
+        """
+        longest = self.config.max_positions
+        if not is_stretched(self.config, longest):
+            return self.position_tables
+        with torch.device(self.spec.device):
+            both = [rotary_table(self.config, torch.arange(longest), length=length) for length in (1, longest)]
+        cosine, sine = (torch.cat(parts)[:, None, None] for parts in zip(*both, strict=True))
+        return dict.fromkeys(self.position_tables, (cosine, sine))
+
     def _position_table(self, positions: torch.Tensor, kind: PositionKind) -> PositionTable:
         """Return what positions [S] do to layers of a kind, on the device: [S, 1, 1, D], or [S, 1, 1, 1]."""
         dtype = torch.promote_types(self.spec.dtype, torch.float32)
         if kind == "none":
             scales = query_scales(self.config, positions)
             return None if scales is None else scales[:, None, None, None].to(self.spec.device, dtype)
-        cosine, sine = rotary_table(self.config, positions, local=kind == "local")
+        length = self.spec.sequence_length
+        cosine, sine = rotary_table(self.config, positions, length=length, local=kind == "local")
         return cosine[:, None, None].to(self.spec.device, dtype), sine[:, None, None].to(self.spec.device, dtype)
 
     def forward(

@@ -50,7 +50,7 @@ def gguf_architecture(config: ModelConfig) -> str:
             f"rope.{key}" for key, value in (("fraction", 1.0), ("interleaved", False)) if getattr(rope, key) != value
         ]
         odd += ["rope.local_base"] if rope.local_base is not None else []
-        odd += ["rope.scaling"] if rope.scaling is not None and rope.scaling.kind == "yarn" else []
+        odd += ["rope.scaling"] if rope.scaling is not None and rope.scaling.kind in ("yarn", "longrope") else []
     if odd:
         raise InputError(
             f"GGUF's architecture `{name}` has no word for `{odd[0]}` of this model",

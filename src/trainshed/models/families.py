@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from trainshed.errors import InputError
 from trainshed.models.hf_attention import HfAttentionReader, WindowStyle, as_json, write_rope, write_windows
-from trainshed.models.hf_family_keys import MTP_KEYS, deepseek_keys, float8_keys, llama4_keys
+from trainshed.models.hf_family_keys import MTP_KEYS, deepseek_keys, float8_keys, llama4_keys, text_part
 from trainshed.models.hf_names import (
     DEEPSEEK_NAMES,
     DENSE_NAMES,
@@ -56,8 +56,10 @@ class HfFamily:
     """Of layers with a window, if they have a rotary table of their own, which is never stretched."""
     rope_fraction: float | None = None
     """Which part of a head is turned if the config does not say; None: all of it, and the config has no say."""
-    refused_rope_kinds: tuple[str, ...] = ()
-    """Kinds of stretching that mean something else in this family."""
+    refused_rope_kinds: tuple[str, ...] = ("longrope",)
+    """Kinds of stretching that this family does not have."""
+    rope_kind_names: Mapping[str, str] = field(default_factory=dict)
+    """Other names of kinds of stretching in this family."""
     default_scaling: Mapping[str, Any] = field(default_factory=dict)
     """How transformers stretches positions if the config says nothing of it, in its own words."""
     window_style: WindowStyle = "none"
@@ -158,8 +160,9 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
         _DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": None, "sliding_window": None},
         PHI3_NAMES,
         rope_fraction=1.0,
-        # transformers takes both for `longrope`, whose frequencies depend on the length of the text.
-        refused_rope_kinds=("yarn",),
+        refused_rope_kinds=("yarn", "linear", "llama3"),
+        # What Phi-3's first configs wrote; transformers takes both for `longrope`.
+        rope_kind_names={"su": "longrope", "yarn": "longrope"},
         window_style="all",
         unread=frozenset({"original_max_position_embeddings"}),
     ),
@@ -357,8 +360,6 @@ _HARMLESS = frozenset({
     "length_penalty", "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "diversity_penalty", "max_length",
     "min_length", "do_sample",
 })  # fmt: skip
-WITH_PICTURES = ("llama4",)
-"""Kinds of models with a part that sees pictures, of which the part that reads text is a family here."""
 _UNREAD_HINT = (
     "no key of a config is ignored: if this one changes nothing, take it out of a copy of config.json; "
     "if the architecture is known to fit, write it out under `model.config` in the recipe"
@@ -427,7 +428,7 @@ class _ConfigReader:
     """Reads one `config.json` into our keys; remembers which keys were read."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self._config, self._where = self._text_part(config, where), where
+        self._config, self._where = text_part(config, where), where
         config = self._config
         self._read: set[str] = set()
         self.key_locations: dict[KeyPath, str] = {}
@@ -444,18 +445,6 @@ class _ConfigReader:
                 f"`architectures: {as_json(architectures)}` is not the language model of {self._name}",
                 f"only {self._family.architecture} is read",
             )
-
-    @staticmethod
-    def _text_part(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-        """Return the part of a config that describes what reads text, of a model that sees pictures too."""
-        if config.get("model_type") not in WITH_PICTURES:
-            return config
-        text = config.get("text_config")
-        if not isinstance(text, Mapping) or "quantization_config" in config:
-            what = "`text_config` is missing" if not isinstance(text, Mapping) else "the weights are quantised"
-            raise InputError(what, where=where, hint="read are bf16, fp16 and fp32, with the config of the text model")
-        tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config and key not in text}
-        return {"architectures": None, **text, **tied}
 
     def architecture(self) -> dict[str, Any]:
         config: dict[str, Any] = {"family": self._name}
@@ -526,12 +515,11 @@ class _ConfigReader:
         # tensors say it, since transformers writes the number without them.
         self._read.update(("num_key_value_heads", "head_dim", "qk_head_dim", *MTP_KEYS))
         self._read.update(("aux_loss_alpha", "seq_aux", "ep_size", "auto_map"))
-        if "quantization_config" in self._config:
+        if "quantization_config" in self._config and not float8_keys(self._config):
             method = (self._config["quantization_config"] or {}).get("quant_method")
             raise self._error(
                 f"the weights are quantised (`quantization_config.quant_method: {as_json(method)}`)",
-                "read are bf16, fp16 and fp32: convert them first, as fp8_cast_bf16.py of DeepSeek-V3's repository "
-                "does, or name a copy in bf16",
+                "read are bf16, fp16 and fp32, and fp8 in blocks as DeepSeek publishes it (`weight_block_size`)",
             )
 
     def _read_llama4(self, config: dict[str, Any]) -> None:

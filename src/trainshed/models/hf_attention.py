@@ -44,7 +44,14 @@ _SCALING_KEYS: dict[str, dict[str, tuple[str, Any]]] = {
         "mscale": ("mscale", None),
         "mscale_all_dim": ("mscale_all_dim", None),
     },
+    "longrope": {
+        "original_max_position_embeddings": ("original_positions", None),
+        "attention_factor": ("attention_factor", None),
+        "short_factor": ("short_factors", None),
+        "long_factor": ("long_factors", None),
+    },
 }
+_ORIGINAL = "original_max_position_embeddings"
 
 
 class HfAttentionReader:
@@ -114,6 +121,7 @@ class HfAttentionReader:
         """Take the keys of a stretch out of the rest of its table, of which nothing may remain."""
         legacy = nested.pop("type", None)
         kind = nested.pop("rope_type", None) or legacy or "default"
+        kind = self._family.rope_kind_names.get(kind, kind)
         known = [kind for kind in _SCALING_KEYS if kind not in self._family.refused_rope_kinds]
         if kind != "default" and kind not in known:
             raise self._error(
@@ -129,6 +137,12 @@ class HfAttentionReader:
                 scaling[ours] = None if value == usual else value
             if kind == "yarn" and scaling["original_positions"] is None:
                 scaling["original_positions"] = self._config.get("max_position_embeddings")
+            if kind == "longrope":
+                original = scaling["original_positions"] or self._config.get(_ORIGINAL)
+                longest = self._config.get("max_position_embeddings")
+                scaling["original_positions"] = original
+                if scaling["factor"] is None and original and longest:
+                    scaling["factor"] = longest / original
         rest = [key for key, value in nested.items() if value is not None and (key, value) != _FULL_ROTARY]
         if rest:
             shown = ", ".join(f"`{name}.{key}: {as_json(nested[key])}`" for key in rest)
@@ -217,6 +231,9 @@ def write_rope(config: ModelConfig, family: HfFamily) -> dict[str, Any]:
     if scaling is None and family.default_scaling:
         scaling = {"rope_type": "default"}
     written: dict[str, Any] = {"rope_theta": rope.base, "rope_scaling": scaling}
+    if rope.scaling is not None and rope.scaling.kind == "longrope":
+        # By this key transformers' generation knows where to begin anew with the other divisors.
+        written[_ORIGINAL] = rope.scaling.original_positions
     if family.rope_fraction is not None:
         written["partial_rotary_factor"] = rope.fraction
     if family.local_rope_base is None:
@@ -235,7 +252,8 @@ def _written_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
         return None
     written: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
     keys = {theirs: getattr(scaling, ours) for theirs, (ours, _) in _SCALING_KEYS[scaling.kind].items()}
-    return written | {key: value for key, value in keys.items() if value is not None}
+    lists = {key: list(value) if isinstance(value, tuple) else value for key, value in keys.items()}
+    return written | {key: value for key, value in lists.items() if value is not None}
 
 
 def write_windows(config: ModelConfig, family: HfFamily) -> dict[str, Any]:

@@ -10,6 +10,36 @@ from trainshed.recipe import ModelConfig
 
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 """DeepSeek-V3's layers that predict more than the next token; the first is the published name."""
+WITH_PICTURES: Mapping[str, Mapping[str, Any]] = {
+    "llama4": {},
+    # transformers leaves out of the part what its configuration class takes anyway (4.50 to 5.22).
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+    },
+}
+"""Kinds of models with a part that sees pictures, of which the part that reads text is a family here.
+
+The values are those of keys that this part may leave out, sizes among them."""
+
+
+def text_part(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the part of a config that describes what reads text, of a model that sees pictures too."""
+    kind = config.get("model_type")
+    if kind not in WITH_PICTURES:
+        return config
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or "quantization_config" in config:
+        what = "`text_config` is missing" if not isinstance(text, Mapping) else "the weights are quantised"
+        raise InputError(what, where=where, hint="read are bf16, fp16 and fp32, with the config of the text model")
+    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config and key not in text}
+    return {"architectures": None, **WITH_PICTURES[kind], **text, **tied}
 
 
 def deepseek_keys(config: ModelConfig, latent: Mapping[str, str]) -> dict[str, Any]:
@@ -50,10 +80,15 @@ def llama4_keys(config: ModelConfig) -> dict[str, Any]:
 
 
 def float8_keys(config: Mapping[str, Any]) -> frozenset[str]:
-    """Return `quantization_config` where it says E4M3 with a scale for each row, as compressed-tensors stores it."""
+    """Return `quantization_config` where it says E4M3 as it is read: a scale for each row, or for each block.
+
+    compressed-tensors stores the first, DeepSeek-V3 and Qwen3's FP8 models are published as the second.
+    """
     written = config.get("quantization_config")
     if not isinstance(written, Mapping):
         return frozenset()
+    if written.get("quant_method") == "fp8":
+        return frozenset({"quantization_config"} if float8_block(config) is not None else ())
     groups = written.get("config_groups")
     if not isinstance(groups, Mapping) or written.get("quant_method") != "compressed-tensors":
         return frozenset()
@@ -61,3 +96,14 @@ def float8_keys(config: Mapping[str, Any]) -> frozenset[str]:
     by_row = [(scheme.get("type"), scheme.get("num_bits"), scheme.get("strategy")) for scheme in schemes]
     is_read = written.get("format") == "float-quantized" and set(by_row) == {("float", 8, "channel")}
     return frozenset({"quantization_config"} if is_read else ())
+
+
+def float8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return rows and columns of the blocks of E4M3 that have a scale each; None where there are none."""
+    written = config.get("quantization_config")
+    if not isinstance(written, Mapping) or written.get("quant_method") != "fp8":
+        return None
+    size = written.get("weight_block_size")
+    if not isinstance(size, list) or len(size) != 2 or any(type(part) is not int or part < 1 for part in size):
+        return None
+    return (size[0], size[1]) if written.get("fmt", "e4m3") == "e4m3" else None

@@ -16,7 +16,7 @@ class HfTensorNames:
     `endings` are their words for what is neither `.weight` nor `.bias`.
 
     `stacked` tensors hold all experts of a layer, as ours do, and their names have no ending. In `alternating` ones
-    rows of gate and up alternate, as ours do.
+    rows of gate and up alternate, as ours do. `says_transposed`: transformers' module says that they are [in, out].
     """
 
     base: str
@@ -26,6 +26,7 @@ class HfTensorNames:
     endings: Mapping[str, str] = field(default_factory=dict)
     stacked: frozenset[str] = frozenset()
     alternating: frozenset[str] = frozenset()
+    says_transposed: bool = True
 
 
 _ATTENTION = {
@@ -141,6 +142,7 @@ LLAMA4_NAMES = HfTensorNames(
     },
     transposed=frozenset({"mlp.experts.gate_up", "mlp.experts.down"}),
     stacked=frozenset({"mlp.experts.gate_up", "mlp.experts.down"}),
+    says_transposed=False,
 )
 GPT2_NAMES = HfTensorNames(
     "transformer.",

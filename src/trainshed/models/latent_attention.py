@@ -3,9 +3,10 @@
     latent   = norm(W_kv_down x)[: kv_rank]          keys = [W_k latent, rotary key]
     rotary   = rope((W_kv_down x)[kv_rank :])        values = W_v latent          (kv_up is [W_k; W_v], head by head)
 
-Training expands the latents into keys and values. Generation keeps only latents and rotary keys: queries are multiplied
-with W_k instead of the keys, and the result of attention with W_v instead of the values, so all heads attend to the
-same cached vectors, whose first `kv_rank` channels are the values too.
+Training expands the latents into keys and values. Generation keeps only latents and rotary keys. For a few new tokens
+queries are multiplied with W_k instead of the keys, and the result of attention with W_v instead of the values, so all
+heads attend to the same cached vectors, whose first `kv_rank` channels are the values too. For many new tokens
+(prefill) it expands the latents as training does, which takes fewer products (`expands`).
 
 The two down projections are whole on every tp rank and see only the rank's own tokens, so what is gathered over tp and
 over cp is the short vectors. Each rank then computes keys and values of its own heads, for the whole sequence.
@@ -32,6 +33,9 @@ from trainshed.models.documents import AttentionMask
 from trainshed.models.layers import Linear, Norm, RowParallelLinear
 from trainshed.recipe import ModelConfig
 from trainshed.recipe.model_parts import LATENT_NORM_EPS
+
+_MOST_EXPANDED = 1 << 28
+"""How many numbers of keys and values generation expands at a time: 0.5 GiB in bf16."""
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -131,6 +135,25 @@ class MultiHeadLatentAttention(nn.Module):
             mask = None if masks is None else masks[half]
             halves.append(causal_attention(queries, key[:end], value[:end], PLAIN_ATTENTION, mask))
         return torch.cat(halves)
+
+    def expands(self, queries: int, keys: int) -> bool:
+        """Whether new tokens of a sequence attend to expanded keys and values: where that takes fewer products.
+
+        A product of a query and a key takes C + R numbers and as many as C of its value, expanded D and V. To expand a
+        key takes C · (N + V). Where they would take much memory, latents are attended to as they are.
+        """
+        mla, head = self.mla, self.config.head_dim + self.mla.value_dim
+        saved = 2 * mla.kv_rank + mla.rope_dim - head
+        fits = keys * self.heads * head <= _MOST_EXPANDED
+        return fits and queries * saved > mla.kv_rank * (mla.nope_dim + mla.value_dim)
+
+    def expanded_attention(self, query: torch.Tensor, compressed: torch.Tensor) -> torch.Tensor:
+        """Attend from queries [T, h, D] to cached latents and rotary keys [L, 1, C + R] as training does: [T, h · V].
+
+        The last query is at the position of the last key.
+        """
+        key, value = self._expand(compressed, None)
+        return causal_attention(query[:, None] * self.score_scale, key, value).flatten(1)
 
     def absorbed_queries(self, query: torch.Tensor) -> torch.Tensor:
         """Turn queries [T, h, D] into those that meet cached latents and rotary keys: [T, h, C + R].

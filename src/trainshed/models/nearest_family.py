@@ -9,7 +9,6 @@ from typing import Any
 # Families that are not here, by the beginning of their `model_type`, and what is nearest to them.
 _NEAREST_FAMILY = {
     "gemma3n": "gemma3_text",
-    "gemma3": "gemma3_text",
     "gemma": "gemma2",
     "phi": "phi3",
     "olmo": "olmo2",

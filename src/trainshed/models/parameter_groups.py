@@ -55,6 +55,12 @@ def parameter_group(name: str, groups: Sequence[ParameterGroup]) -> ParameterGro
     return next((group for group in groups if fnmatchcase(name, group.match)), None)
 
 
+def is_frozen_by_group(name: str, groups: Sequence[ParameterGroup]) -> bool:
+    """Whether the first group that names a tensor freezes it."""
+    group = parameter_group(name, groups)
+    return group is not None and group.freeze
+
+
 def group_problems(groups: Sequence[ParameterGroup], names: Sequence[str]) -> Iterator[Problem]:
     """Yield groups without a tensor, of a model whose trained tensors have these names; paths are within `groups`."""
     taken: set[str] = set()

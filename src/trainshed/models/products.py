@@ -29,8 +29,8 @@ products, if one is kept) to [..., out]."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply x [..., in] with a weight [out, in] in the dtype of x: [..., out]."""
-    if weight.dtype != x.dtype and weight.requires_grad:
+    """Multiply x [..., in] with a weight [out, in] in the dtype of x: [..., out]; a frozen weight has no gradient."""
+    if weight.dtype != x.dtype and (weight.requires_grad or copy is not None):
         return _MasterWeightProduct.apply(x, weight, copy)
     return F.linear(x, weight.to(x.dtype))
 
@@ -60,15 +60,15 @@ class _MasterWeightProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
         narrow = copy_or_cast(weight, x.dtype, copy)
-        ctx.save_for_backward(x, narrow)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, narrow)
         ctx.weight_dtype = weight.dtype
         return F.linear(x, narrow)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad_x = grads[0] @ weight if ctx.needs_input_grad[0] else None
-        return grad_x, _weight_gradient(grads[0], x, ctx.weight_dtype), None
+        return grad_x, None if x is None else _weight_gradient(grads[0], x, ctx.weight_dtype), None
 
 
 @torch._dynamo.allow_in_graph
@@ -81,7 +81,7 @@ class _GatherProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         narrow = copy_or_cast(weight, x.dtype, copy)
         gathered, out = _gather_and_multiply(x, narrow.t(), group, size)
-        ctx.save_for_backward(gathered, narrow)
+        ctx.save_for_backward(gathered if ctx.needs_input_grad[1] else None, narrow)
         ctx.weight_dtype, ctx.group, ctx.size = weight.dtype, group, size
         return out
 
@@ -89,6 +89,8 @@ class _GatherProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gathered, narrow = ctx.saved_tensors
         grad_x = _multiply_and_scatter(grads[0], narrow, ctx.group, ctx.size)
+        if gathered is None:
+            return grad_x, None, None, None, None
         return grad_x, _weight_gradient(grads[0], gathered, ctx.weight_dtype), None, None, None
 
 
@@ -101,7 +103,7 @@ class _ProductScatter(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None, group: str, size: int
     ) -> torch.Tensor:
         narrow = copy_or_cast(weight, x.dtype, copy)
-        ctx.save_for_backward(x, narrow)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, narrow)
         ctx.weight_dtype, ctx.group, ctx.size = weight.dtype, group, size
         return _multiply_and_scatter(x, narrow.t(), group, size)
 
@@ -109,6 +111,8 @@ class _ProductScatter(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, narrow = ctx.saved_tensors
         gathered, grad_x = _gather_and_multiply(grads[0], narrow, ctx.group, ctx.size)
+        if x is None:
+            return grad_x, None, None, None, None
         return grad_x, _weight_gradient(gathered, x, ctx.weight_dtype), None, None, None
 
 

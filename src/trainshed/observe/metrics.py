@@ -20,6 +20,7 @@ from trainshed.observe.event_log import completed_steps
 from trainshed.observe.goodput import RunGoodput, measure_goodput
 from trainshed.observe.mfu import Mfu, measure_mfu
 from trainshed.recipe import Lora, ModelConfig
+from trainshed.recipe.optimizer import ParameterGroup
 
 FEWEST_STEPS = 3
 """If leaving out the neighbours of validations and checkpoints left fewer steps, they are kept."""
@@ -42,6 +43,8 @@ class TrainingFacts:
     """What the driver, the cluster file or the user calls the GPU."""
     precision: str | None = None
     lora: Lora | None = None
+    groups: Sequence[ParameterGroup] = ()
+    """Those of the optimizer: what they freeze has no weight gradients."""
     reference: bool = False
     """A reference model runs forward besides (DPO)."""
     recompute: str | None = None
@@ -348,6 +351,7 @@ def _mfu(steps: Sequence[dict[str, Any]], per_gpu: float | None, facts: Training
         gpu=facts.gpu,
         device_name=facts.device,
         lora=facts.lora,
+        groups=facts.groups,
         reference=facts.reference,
         engine=facts.engine,
     )

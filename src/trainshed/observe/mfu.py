@@ -6,12 +6,14 @@ error: some figure in it is wrong.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainshed.catalog import Gpu
 from trainshed.errors import TrainshedError
 from trainshed.plan.flops import WIDE_EXPERT_ENGINES, mixed_peak, token_flops, training_flops_per_token
 from trainshed.recipe import Lora, ModelConfig
+from trainshed.recipe.optimizer import ParameterGroup
 
 FORMULA = (
     "MFU = tokens/s/GPU · FLOPs per token / dense peak of the products' dtype (experts that stay in bf16 beside fp8: "
@@ -53,11 +55,12 @@ def measure_mfu(
     gpu: Gpu | None,
     device_name: str | None = None,
     lora: Lora | None = None,
+    groups: Sequence[ParameterGroup] = (),
     document_length: float | None = None,
     reference: bool = False,
     engine: str | None = None,
 ) -> Mfu:
-    """Return the utilisation of a training: of all weights, or of adapters (`lora`).
+    """Return the utilisation of a training: of all weights but those that `groups` freeze, or of adapters (`lora`).
 
     `precision` is the dtype of the products' inputs: a `train.precision`, or `tf32` if fp32 inputs may be rounded.
     `gpu` is None if the device is not in the catalog. `document_length` is the length of the document that an average
@@ -67,7 +70,13 @@ def measure_mfu(
     """
     per_token, per_token_full = (
         training_flops_per_token(
-            config, sequence_length, causal=causal, document_length=document_length, lora=lora, reference=reference
+            config,
+            sequence_length,
+            causal=causal,
+            document_length=document_length,
+            lora=lora,
+            groups=groups,
+            reference=reference,
         )
         for causal in (True, False)
     )

@@ -114,6 +114,7 @@ def recipe_facts(recipe: Recipe) -> TrainingFacts:
         global_batch=train.global_batch,
         precision=train.precision,
         lora=train.lora,
+        groups=train.optimizer.groups or (),
         reference=train.mode == "dpo",
         recompute=None if isinstance(layout, str) else layout.recompute,
         engine=recipe.engine.name,

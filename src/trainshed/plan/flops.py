@@ -5,17 +5,21 @@ softmax, rotary embeddings, biases or embedding look-ups, and no recomputation. 
 pass: once more for the gradients of inputs, once for those of weights.
 
 Model FLOPs are what the training needs, on any hardware and with any software. So with LoRA a frozen weight costs 4 per
-token, not 6: forward and the gradient of its input. Adapters are trained, and attention has no weights: both cost three
-times their forward pass. The base in 8 or 4 bits costs the same: turning it back into bf16 is not a matmul. DPO runs
-the reference forward besides. Where documents are kept apart, a token attends to its own document only.
+token, not 6: forward and the gradient of its input. So does one that a group of the optimizer freezes. Adapters are
+trained, and attention has no weights: both cost three times their forward pass. The base in 8 or 4 bits costs the same:
+turning it back into bf16 is not a matmul. DPO runs the reference forward besides. Where documents are kept apart, a
+token attends to its own document only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainshed.models.parameter_groups import is_frozen_by_group
 from trainshed.models.parameters import layer_parameters, lora_parameters
 from trainshed.recipe import Lora, ModelConfig
+from trainshed.recipe.optimizer import ParameterGroup
 
 TRAINING_PER_FORWARD = 3
 FROZEN_PER_FORWARD = 2
@@ -41,6 +45,8 @@ class TokenFlops:
     """The logits, whether tied to the embedding or not."""
     adapters: int | None = None
     """Adapters of a model whose other weights are frozen; None where all weights are trained."""
+    frozen: int = 0
+    """The part of `matmul` with weights that groups of the optimizer freeze, where there are no adapters."""
 
     @property
     def matmul(self) -> int:
@@ -60,7 +66,8 @@ class TokenFlops:
     @property
     def training(self) -> float:
         """Forward and backward."""
-        return training_flops(self.matmul, self.attention, self.adapters)
+        without_gradient = (TRAINING_PER_FORWARD - FROZEN_PER_FORWARD) * self.frozen
+        return training_flops(self.matmul, self.attention, self.adapters) - without_gradient
 
     def expert_share(self, *, reference: bool = False) -> float:
         """Return the share of a training's FLOPs in experts that tokens are routed to."""
@@ -95,8 +102,12 @@ def token_flops(
     causal: bool = True,
     document_length: float | None = None,
     lora: Lora | None = None,
+    groups: Sequence[ParameterGroup] = (),
 ) -> TokenFlops:
-    """Count the FLOPs of one token, on average over a sequence; `document_length` is that of `attended_length`."""
+    """Count the FLOPs of one token, on average over a sequence; `document_length` is that of `attended_length`.
+
+    `groups` are those of the optimizer, which may freeze weights.
+    """
     parts = {"attention": 0, "router": 0, "mlp": 0}
     experts = 0
     kinds = [config.has_experts(layer) for layer in range(config.layers + config.mtp_layers)]
@@ -121,7 +132,22 @@ def token_flops(
         router=parts["router"],
         head=2 * config.hidden * config.vocab_size * (1 + config.mtp_layers),
         adapters=None if lora is None else adapter_flops(config, lora),
+        frozen=0 if lora is not None else frozen_matmul_flops(config, groups),
     )
+
+
+def frozen_matmul_flops(config: ModelConfig, groups: Sequence[ParameterGroup]) -> int:
+    """Return the forward FLOPs of one token in matmuls with weights that groups freeze."""
+    if not any(group.freeze for group in groups):
+        return 0
+    head = "embedding.weight" if config.tied_embeddings else "head.weight"
+    used = config.hidden * config.vocab_size * (1 + config.mtp_layers) * is_frozen_by_group(head, groups)
+    for layer in range(config.layers + config.mtp_layers):
+        for parameter in layer_parameters(config, layer):
+            if parameter.is_matrix and is_frozen_by_group(parameter.name, groups):
+                experts = config.moe if parameter.expert else None
+                used += parameter.size if experts is None else parameter.size // experts.experts * experts.top_k
+    return 2 * used
 
 
 def adapter_flops(config: ModelConfig, lora: Lora) -> int:
@@ -194,8 +220,11 @@ def training_flops_per_token(
     causal: bool = True,
     document_length: float | None = None,
     lora: Lora | None = None,
+    groups: Sequence[ParameterGroup] = (),
     reference: bool = False,
 ) -> float:
     """Return what training costs per token: forward and backward, without recomputation; `reference`: that of DPO."""
-    flops = token_flops(config, sequence_length, causal=causal, document_length=document_length, lora=lora)
+    flops = token_flops(
+        config, sequence_length, causal=causal, document_length=document_length, lora=lora, groups=groups
+    )
     return flops.training + (flops.reference if reference else 0.0)

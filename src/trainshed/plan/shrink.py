@@ -119,6 +119,18 @@ def _model(config: ModelConfig, layout: RankLayout, sequence_length: int, length
         sizes["sliding_window"] = max(1, config.sliding_window * length // sequence_length)
     if config.attention_chunk is not None:
         sizes["attention_chunk"] = max(1, config.attention_chunk * length // sequence_length)
+    if config.rope is not None and (scaling := config.rope.scaling) is not None and scaling.kind == "longrope":
+        pairs = config.rope.rotary_dim(sizes["head_dim"]) // 2
+        assert scaling.original_positions is not None, "the schema asks for all three"
+        assert scaling.short_factors is not None, "the schema asks for all three"
+        assert scaling.long_factors is not None, "the schema asks for all three"
+        # Rows stay as far above or below the context before the stretch.
+        changed = {
+            "original_positions": max(2, scaling.original_positions * length // sequence_length),
+            "short_factors": scaling.short_factors[:pairs],
+            "long_factors": scaling.long_factors[:pairs],
+        }
+        sizes["rope"] = config.rope.model_dump() | {"scaling": scaling.model_dump() | changed}
     if (temperature := config.attention_temperature) is not None:
         steps = max(1, temperature.tokens * length // sequence_length)
         sizes["attention_temperature"] = temperature.model_dump() | {"tokens": steps}

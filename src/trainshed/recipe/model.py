@@ -250,7 +250,7 @@ class ModelConfig(Section):
                 f"is missing: the family {self.family} has rotary positions",
                 "rope: {base: 10000.0}",
             )
-        if self.rope is not None and (turned := self.rope.rotary_dim(self.head_dim)) % 2:
+        if self.rope is not None and self.mla is None and (turned := self.rope.rotary_dim(self.head_dim)) % 2:
             if turned == self.head_dim:
                 yield Problem(
                     ("head_dim",), f"{self.head_dim} is odd; rotary positions turn pairs", "write an even number"
@@ -260,6 +260,15 @@ class ModelConfig(Section):
                     ("rope", "fraction"),
                     f"{turned} of {self.head_dim} channels would be turned, which is odd",
                     "write a fraction that gives an even number",
+                )
+        scaling = None if self.rope is None else self.rope.scaling
+        for key in ("short_factors", "long_factors"):
+            factors = None if scaling is None else getattr(scaling, key)
+            if factors is not None and len(factors) != self.rotary_dim // 2:
+                yield Problem(
+                    ("rope", "scaling", key),
+                    f"has {len(factors)} divisors, and {self.rotary_dim // 2} pairs of channels are turned",
+                    "write one for each pair",
                 )
         if self.positions == "learned" and self.rope is not None:
             yield Problem(("rope",), f"the family {self.family} has learned positions", "delete `rope`")

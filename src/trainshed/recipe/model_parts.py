@@ -10,6 +10,7 @@ from pydantic import Field
 from trainshed.recipe.section import NotNegativeInt, PositiveFloat, PositiveInt, Problem, Section
 
 _LLAMA3_KEYS = ("low_frequency_factor", "high_frequency_factor", "original_positions")
+_LONGROPE_KEYS = ("short_factors", "long_factors")
 _SCALING_KEYS = {
     "linear": (),
     "llama3": _LLAMA3_KEYS,
@@ -22,6 +23,7 @@ _SCALING_KEYS = {
         "mscale",
         "mscale_all_dim",
     ),
+    "longrope": ("original_positions", "attention_factor", "short_factors", "long_factors"),
 }
 """Which keys each kind of stretching reads besides `factor`."""
 YARN_USUAL = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
@@ -31,17 +33,22 @@ YARN_USUAL = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 class RopeScaling(Section):
     """How rotary frequencies are stretched for longer contexts."""
 
-    kind: Literal["llama3", "linear", "yarn"] = Field(
-        description="`llama3` as Llama 3.1 does it, `linear` for all frequencies alike, `yarn` as in Peng et al. 2023"
+    kind: Literal["llama3", "linear", "yarn", "longrope"] = Field(
+        description="`llama3` as Llama 3.1 does it, `linear` for all frequencies alike, `yarn` as in Peng et al. 2023, "
+        "`longrope` as Phi-3 and Phi-4-mini do it: each frequency has a divisor, and another in longer texts"
     )
     factor: PositiveFloat = Field(description="How many times longer the context becomes")
     low_frequency_factor: PositiveFloat | None = Field(None, description="llama3: below this many turns, scale in full")
     high_frequency_factor: PositiveFloat | None = Field(None, description="llama3: above this many turns, leave alone")
-    original_positions: PositiveInt | None = Field(None, description="llama3, yarn: context length before the stretch")
+    original_positions: PositiveInt | None = Field(
+        None, description="llama3, yarn, longrope: context length before the stretch"
+    )
     beta_fast: PositiveFloat | None = Field(None, description="yarn: above this many turns, leave alone; null: 32")
     beta_slow: PositiveFloat | None = Field(None, description="yarn: below this many turns, scale in full; null: 1")
     attention_factor: PositiveFloat | None = Field(
-        None, description="yarn: cosines and sines are multiplied by it; null: 0.1 · ln(factor) + 1"
+        None,
+        description="yarn, longrope: cosines and sines are multiplied by it; null: 0.1 · ln(factor) + 1, with longrope "
+        "√(1 + ln(factor) / ln(original_positions))",
     )
     truncate: bool | None = Field(
         None, description="yarn: round the bounds of the ramp to whole channels; null: they are rounded"
@@ -51,20 +58,28 @@ class RopeScaling(Section):
     mscale_all_dim: PositiveFloat | None = Field(
         None, description="yarn: what `mscale` is divided by; with latent attention scores grow by it instead"
     )
+    short_factors: Annotated[tuple[PositiveFloat, ...], Field(strict=False, min_length=1)] | None = Field(
+        None, description="longrope: what each frequency is divided by in texts of up to `original_positions`"
+    )
+    long_factors: Annotated[tuple[PositiveFloat, ...], Field(strict=False, min_length=1)] | None = Field(
+        None, description="longrope: what each frequency is divided by in longer texts, in all of their positions"
+    )
 
     def problems(self) -> Iterator[Problem]:
-        """Each kind reads its own keys; `llama3` needs all of them, `yarn` the context before the stretch."""
+        """Each kind reads its own keys; `llama3` needs all of them, others the context before the stretch."""
         read = _SCALING_KEYS[self.kind]
         for key in dict.fromkeys(key for keys in _SCALING_KEYS.values() for key in keys):
             written = getattr(self, key) is not None
-            if key in _LLAMA3_KEYS and key in read and not written:
-                yield Problem(
-                    (key,),
-                    "is missing",
-                    "Llama 3.1 has low_frequency_factor: 1.0, high_frequency_factor: 4.0, original_positions: 8192"
-                    if self.kind == "llama3"
-                    else "write the context length before the stretch, for example original_positions: 8192",
-                )
+            if key in (*_LLAMA3_KEYS, *_LONGROPE_KEYS) and key in read and not written:
+                if self.kind == "llama3":
+                    hint = (
+                        "Llama 3.1 has low_frequency_factor: 1.0, high_frequency_factor: 4.0, original_positions: 8192"
+                    )
+                elif key in _LONGROPE_KEYS:
+                    hint = "write a divisor for each pair of channels that is turned, as config.json has them"
+                else:
+                    hint = "write the context length before the stretch, for example original_positions: 8192"
+                yield Problem((key,), "is missing", hint)
             elif key not in read and written:
                 kinds = " or ".join(f"`kind: {kind}`" for kind, keys in _SCALING_KEYS.items() if key in keys)
                 yield Problem((key,), f"is not read with `kind: {self.kind}`", f"delete it, or write {kinds}")

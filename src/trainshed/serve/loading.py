@@ -40,7 +40,7 @@ from trainshed.data.prompts import chat_format
 from trainshed.data.tokens.manifest import read_token_manifest
 from trainshed.data.tokens.token_source import RunTokens
 from trainshed.errors import InputError, NotFound, TokenizerError
-from trainshed.models.cached_decoder import CachedDecoder, SequenceSpan, per_sequence_attention, put_gates_first
+from trainshed.models.cached_decoder import CachedDecoder, PerSequenceAttention, SequenceSpan, put_gates_first
 from trainshed.models.collectives import ParallelAxes
 from trainshed.models.decoder import DecoderStage, DecoderStageSpec, LossNormalization, Regularization
 from trainshed.models.parameters import parameter_count, parameters
@@ -138,8 +138,9 @@ class LoadedModel:
             rows = torch.tensor([tokens, range(len(tokens))], device=self.decoder.spec.device)
             ids, positions = rows.unbind(0)
             cached = CachedDecoder(self.decoder, len(tokens))
-            attention = per_sequence_attention([SequenceSpan(0, len(tokens), 0, len(tokens))])
-            return cached.logits(cached.hidden(ids, positions, positions, attention))
+            attention = PerSequenceAttention([SequenceSpan(0, len(tokens), 0, len(tokens))])
+            table_rows = torch.tensor(cached.table_rows(range(len(tokens)), len(tokens)), device=ids.device)
+            return cached.logits(cached.hidden(ids, positions, positions, attention, table_rows=table_rows))
 
     def generator(
         self,

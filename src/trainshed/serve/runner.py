@@ -17,9 +17,9 @@ from trainshed.models.attention import attention_rule, supports_flash
 from trainshed.models.cached_decoder import (
     AttentionFunction,
     CachedDecoder,
+    PerSequenceAttention,
     SequenceSpan,
     VarlenMetadata,
-    per_sequence_attention,
     varlen_flash_attention,
 )
 from trainshed.models.decoder import DecoderStage
@@ -40,6 +40,8 @@ class ScheduledTokens:
     block_start: int
     adapter: int = 0
     """Its number in the `AdapterBank`; 0: the base."""
+    longest: int = 0
+    """The most tokens that the sequence may have in the end, by which some models turn positions."""
 
 
 class ModelRunner:
@@ -102,11 +104,19 @@ class ModelRunner:
         tokens = [token for part in scheduled for token in part.tokens]
         positions = [part.position + i for part in scheduled for i in range(len(part.tokens))]
         slots = [part.block_start + part.position + i for part in scheduled for i in range(len(part.tokens))]
-        token_ids, position_ids, slot_ids = torch.tensor([tokens, positions, slots], device=self.device).unbind(0)
+        table_rows = [
+            row
+            for part in scheduled
+            for row in self._table_rows(range(part.position, part.position + len(part.tokens)), part.longest)
+        ]
+        token_ids, position_ids, slot_ids, row_ids = torch.tensor(
+            [tokens, positions, slots, table_rows], device=self.device
+        ).unbind(0)
         if self._adapter_step is not None:
             lengths, adapters = [len(part.tokens) for part in scheduled], [part.adapter for part in scheduled]
             self._adapter_step.rows = RowRuns.of(lengths, adapters)
-        return self._cached_decoder.hidden(token_ids, position_ids, slot_ids, self._attention(scheduled))
+        attention = self._attention(scheduled)
+        return self._cached_decoder.hidden(token_ids, position_ids, slot_ids, attention, table_rows=row_ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of hidden states [T, H] of one sequence: float32 [T, V]."""
@@ -120,7 +130,14 @@ class ModelRunner:
     def decode(self, scheduled: Sequence[ScheduledTokens]) -> torch.Tensor:
         """Run the last token of every request: logits of the next, float32 [B, V]. On a GPU it may still be running."""
         rows = [
-            (part.tokens[0], part.position, part.block_start + part.position, part.block_start, part.adapter)
+            (
+                part.tokens[0],
+                part.position,
+                part.block_start + part.position,
+                part.block_start,
+                part.adapter,
+                self._table_rows([part.position], part.longest)[0],
+            )
             for part in scheduled
         ]
         adapted = self._adapter_step is not None and any(part.adapter for part in scheduled)
@@ -128,14 +145,17 @@ class ModelRunner:
             return self._graph(len(rows), adapted=adapted).run(rows)[: len(rows)]
         width = len(rows) if self.on_gpu else self.limits.max_sequences
         rows += [_padding_row(self._padding_slot)] * (width - len(rows))
-        tokens, positions, slots, _, adapters = torch.tensor(rows, device=self.device).unbind(1)
+        tokens, positions, slots, _, adapters, table_rows = torch.tensor(rows, device=self.device).unbind(1)
         if self._adapter_step is not None:
             self._adapter_step.rows = adapters if adapted else None
         one_by_one = len(scheduled) if self.config.moe is not None and not self.on_gpu else 0
         hidden = self._cached_decoder.hidden(
-            tokens, positions, slots, self._attention(scheduled), one_by_one=one_by_one
+            tokens, positions, slots, self._attention(scheduled), table_rows=table_rows, one_by_one=one_by_one
         )
         return self._cached_decoder.logits(hidden)[: len(scheduled)]
+
+    def _table_rows(self, positions: Sequence[int], longest: int) -> list[int]:
+        return self._cached_decoder.table_rows(positions, longest)
 
     def _attention(self, scheduled: Sequence[ScheduledTokens]) -> AttentionFunction:
         if not self._flash:
@@ -145,7 +165,7 @@ class ModelRunner:
                     SequenceSpan(query_start, len(part.tokens), part.block_start, part.position + len(part.tokens))
                 )
                 query_start += len(part.tokens)
-            return per_sequence_attention(spans)
+            return PerSequenceAttention(spans)
         starts = [0]
         for part in scheduled:
             starts.append(starts[-1] + len(part.tokens))
@@ -165,12 +185,12 @@ class ModelRunner:
         return self._graphs[width, adapted]
 
 
-_Row = tuple[int, int, int, int, int]
-"""Of a decode step: the token, its position, its slot, where its sequence's block begins, its adapter."""
+_Row = tuple[int, int, int, int, int, int]
+"""Of a decode step: token, position, slot, where its sequence's block begins, adapter, row in tables of positions."""
 
 
 def _padding_row(slot: int) -> _Row:
-    return (0, 0, slot, slot, 0)
+    return (0, 0, slot, slot, 0, 0)
 
 
 class _DecodeGraph:
@@ -195,12 +215,13 @@ class _DecodeGraph:
         self._starts = torch.arange(width + 1, dtype=torch.int32, device=device)
 
         def step() -> torch.Tensor:
-            tokens, positions, slots, begins, _ = self._inputs.unbind(0)
+            tokens, positions, slots, begins, _, table_rows = self._inputs.unbind(0)
             lengths = (positions + 1).int()
             metadata = VarlenMetadata(
                 self._starts, torch.cat([begins, begins[:1]]).int(), lengths, 1, limits.max_length
             )
-            hidden = decoder.hidden(tokens, positions, slots, varlen_flash_attention(metadata))
+            attention = varlen_flash_attention(metadata)
+            hidden = decoder.hidden(tokens, positions, slots, attention, table_rows=table_rows)
             return decoder.logits(hidden)
 
         if adapter_step is not None:

@@ -108,13 +108,13 @@ class ScheduledRequest:
         """Return the next tokens of the prompt."""
         assert self.block_start is not None, "prefill comes after admission"
         tokens = self.prompt[self.prefilled : self.prefilled + max_tokens]
-        return ScheduledTokens(tokens, self.prefilled, self.block_start, self._adapter)
+        return ScheduledTokens(tokens, self.prefilled, self.block_start, self._adapter, self.block_length)
 
     def next_decode(self) -> ScheduledTokens:
         """Return the last token, after which the next one is sampled."""
         assert self.block_start is not None, "decode comes after admission"
         position = len(self.prompt) + len(self.output_tokens) - 1
-        return ScheduledTokens(self.output_tokens[-1:], position, self.block_start, self._adapter)
+        return ScheduledTokens(self.output_tokens[-1:], position, self.block_start, self._adapter, self.block_length)
 
     def append(self, sampled: SampledToken) -> None:
         """Append a sampled token to the output."""

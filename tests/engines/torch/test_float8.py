@@ -38,7 +38,7 @@ def test_product_and_gradients_are_those_of_torchao(
     projection, x, grad = product
     expected = by_torchao(x, projection.weight)
     wanted_x, wanted_weight = torch.autograd.grad(expected, [x, projection.weight], grad)
-    convert_to_float8([projection], frozen=False)
+    convert_to_float8([projection])
     if captured:
         projection.compile(backend="aot_eager", fullgraph=True)
     out = projection(x)
@@ -58,7 +58,7 @@ def test_a_frozen_weight_has_no_gradient_and_its_input_is_not_kept(
     expected = by_torchao(x, projection.weight)
     (wanted,) = torch.autograd.grad(expected, [x], grad)
     projection.requires_grad_(False)
-    convert_to_float8([projection], frozen=True)
+    convert_to_float8([projection])
     kept: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: (kept.append(saved.shape), saved)[1], lambda t: t):
         out = projection(x)
@@ -71,7 +71,7 @@ def test_values_beyond_the_range_are_cut_off_and_zeros_stay_zeros() -> None:
     projection = Linear(16, 16, bias=False)
     with torch.no_grad():
         projection.weight.copy_(torch.eye(16))
-    convert_to_float8([projection], frozen=False)
+    convert_to_float8([projection])
     x = torch.zeros(16, 16, dtype=torch.bfloat16)
     assert torch.equal(projection(x), x)
     x[0, 0], x[1, 1] = 3e38, -3e38
@@ -81,5 +81,5 @@ def test_values_beyond_the_range_are_cut_off_and_zeros_stay_zeros() -> None:
 def test_sizes_that_are_no_multiples_of_16_stay_as_they_are() -> None:
     odd = Linear(24, 16, bias=False)
     before = odd.matmul
-    convert_to_float8([odd], frozen=False)
+    convert_to_float8([odd])
     assert odd.matmul is before

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import pytest
 import torch
 
-from support.models.one_process import CPU, one_process_model
+from support.models.one_process import CPU, gradients, one_process_model, token_rows
 from support.models.tiny_models import tiny_config
 from support.recipes.small_recipes import ALONE
 from support.runs.small_runs import SmallRuns, difference, state
@@ -13,12 +15,16 @@ from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.optimizer_registry import build_rank_optimizer
 from trainshed.engines.torch.step import squared_grad_norm
 from trainshed.models.parameter_groups import group_problems
-from trainshed.models.parameters import parameters
+from trainshed.models.parameters import lora_parameters, parameters
+from trainshed.recipe import Lora
 from trainshed.recipe.optimizer import Optimizer, ParameterGroup
 
 _MORE = "{match: '*norm.weight', weight_decay: 0.2}, {match: '*.mlp.*', lr_scale: 0.3}"
 GROUPS = f"[{{match: embedding.*, freeze: true}}, {_MORE}]"
 OPTIMIZER = f"train.optimizer={{lr: 3.0e-3, groups: {GROUPS}}}"
+WITHOUT_FIRST_STAGE = (
+    "train.optimizer={lr: 3.0e-3, groups: [{match: embedding.*, freeze: true}, {match: layers.0.*, freeze: true}]}"
+)
 WITH_MUON = f"train.optimizer={{name: muon, lr: 3.0e-3, groups: {GROUPS}}}"
 GOOD = torch.zeros((), dtype=torch.float64)
 
@@ -89,6 +95,10 @@ def test_decoupled_decay_follows_the_schedule_and_not_the_rate() -> None:
     [
         ("dense", "dp=2,shard=full,micro_batch=2", OPTIMIZER),
         ("tied", "tp=2,pp=2,micro_batch=4", OPTIMIZER),
+        # The whole first stage is frozen.
+        ("dense", "pp=2,micro_batch=2", WITHOUT_FIRST_STAGE),
+        pytest.param("olmo3", "pp=2,vp=2,micro_batch=2,schedule=zero_bubble", WITHOUT_FIRST_STAGE),
+        pytest.param("moe", "tp=2,dp=2,micro_batch=2,shard=full,recompute=full", WITHOUT_FIRST_STAGE),
         pytest.param("moe", "tp=2,ep=2,micro_batch=4", WITH_MUON, marks=pytest.mark.full),
         pytest.param("dense", "pp=2,micro_batch=2", OPTIMIZER, marks=pytest.mark.full),
         pytest.param("dense", "tp=2,micro_batch=4", WITH_MUON, marks=pytest.mark.full),
@@ -106,6 +116,49 @@ def test_a_layout_trains_groups_as_one_process_does(
     assert torch.equal(first["model.embedding.weight"], last["model.embedding.weight"])
     assert not torch.equal(first["model.norm.weight"], last["model.norm.weight"])
     assert not [name for name in last if name.startswith("optimizer.") and name.endswith("embedding.weight")]
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16", "fp8"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])
+def test_a_frozen_tensor_has_no_gradient_and_others_have_the_same(family: str, precision: str) -> None:
+    """Also where the products read copies of the weights, which a model without recomputation keeps."""
+    config = tiny_config(family, hidden=32, vocab_size=64)
+    groups = [
+        ParameterGroup.model_validate({"match": match, "freeze": True})
+        for match in ("embedding.*", "layers.0.*", "*.attention.out.weight", "*.mlp.experts.*", "head.weight")
+    ]
+    tokens = token_rows(config, 2, 9)
+    results = []
+    for frozen in ([], groups):
+        model = one_process_model(config, length=8, precision=precision, micro_batch=2, groups=frozen)
+        kept: list[torch.Size] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda saved, k=kept: (k.append(saved.shape), saved)[1], lambda saved: saved
+        ):
+            loss = model.stages[0](tokens[:, :-1], tokens[:, 1:])[0]
+        loss.backward()
+        results.append((gradients(model), len(kept)))
+    (expected, kept_for_all), (actual, kept_for_some) = results
+    assert {name for name in expected if name not in actual} == {
+        name for name in expected if any(fnmatchcase(name, group.match) for group in groups)
+    }
+    assert actual
+    for name, gradient in actual.items():
+        assert torch.equal(gradient, expected[name]), name
+    assert kept_for_some < kept_for_all
+
+
+def test_frozen_tensors_are_saved_and_not_counted_as_the_base_of_adapters() -> None:
+    config = tiny_config("llama")
+    groups = [ParameterGroup.model_validate({"match": "layers.0.*", "freeze": True})]
+    frozen = one_process_model(config, length=8, groups=groups)
+    assert [shard.name for shard in frozen.shards] == [one.name for one in parameters(config)]
+    lora = Lora(rank=2, alpha=4.0)
+    adapted = one_process_model(config, length=8, lora=lora, groups=groups)
+    assert {shard.name for shard in adapted.shards} == {one.name for one in lora_parameters(config, lora)}
+    assert {shard.name for shard in adapted.shards if not shard.tensor.requires_grad} == {
+        one.name for one in lora_parameters(config, lora) if one.layer == 0
+    }
 
 
 def problems(*patterns: str, freeze: bool = False) -> list[str]:

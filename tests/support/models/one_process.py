@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from trainshed.models.decoder import Regularization
 from trainshed.models.parameters import AddedRows
 from trainshed.plan.layout import resolve_layout
 from trainshed.recipe import Layout, Lora, ModelConfig
+from trainshed.recipe.optimizer import ParameterGroup
 
 CPU = torch.device("cpu")
 NO_LOSSES = Regularization()
@@ -31,6 +33,7 @@ def one_process_model(
     lora: Lora | None = None,
     offload: str | None = None,
     added: AddedRows | None = None,
+    groups: Sequence[ParameterGroup] = (),
 ) -> RankModel:
     """Build a whole model with fresh weights."""
     keys = {"recompute": recompute, "micro_batch": micro_batch, "offload": offload}
@@ -44,6 +47,7 @@ def one_process_model(
         regularization=regularization,
         lora=lora,
         added=added,
+        groups=groups,
     )
     init_model(model, seed)
     return model

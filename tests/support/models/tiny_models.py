@@ -133,6 +133,25 @@ _TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "tied_embeddings": True,
     },
+    # As Phi-4-mini: each pair of channels has a divisor, and another one in texts of more than 20 tokens.
+    "phi3-longrope": {
+        "family": "phi3",
+        **_SIZES,
+        "head_dim": 16,
+        "hidden": 64,
+        "rope": {
+            "base": 10000.0,
+            "fraction": 0.75,
+            "scaling": {
+                "kind": "longrope",
+                "factor": 3.2,
+                "original_positions": 20,
+                "short_factors": [1.0, 1.02, 1.03, 1.1, 1.3, 1.4],
+                "long_factors": [1.0, 1.3, 2.5, 4.0, 7.5, 9.0],
+            },
+        },
+        "tied_embeddings": True,
+    },
     "nemotron": {"family": "nemotron", **_SIZES, "head_dim": 12, "rope": {"base": 10000.0, "fraction": 0.5}},
     # As DeepSeek-V3: all widths differ, every key of routing counts, YaRN makes cosines and scores larger.
     "deepseek_v3": {
@@ -264,6 +283,7 @@ LATENT = ("deepseek_v3", "deepseek-plain")
 MEGATRON_LATENT = ("deepseek-megatron", "moonlight-megatron")
 """Those that Megatron's arguments can say."""
 _NOT_IN_MEGATRON = (
+    "phi3-longrope",
     "llama-yarn",
     "qwen2-mixed",
     "olmo2",
@@ -390,6 +410,8 @@ def transformers_config(config: ModelConfig) -> Any:
             return hf.Gemma3TextConfig(**keys)
         case "phi3":
             keys["rope_parameters"]["partial_rotary_factor"] = config.rope.fraction
+            if config.rope.scaling is not None:
+                keys["original_max_position_embeddings"] = config.rope.scaling.original_positions
             return hf.Phi3Config(**keys, sliding_window=config.sliding_window, pad_token_id=None)
         case "nemotron":
             keys["rope_parameters"]["partial_rotary_factor"] = config.rope.fraction
@@ -477,6 +499,12 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
         found |= {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling is not None and scaling.kind == "yarn":
         found["original_max_position_embeddings"] = scaling.original_positions
+        found |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
+    if scaling is not None and scaling.kind == "longrope":
+        found["original_max_position_embeddings"] = scaling.original_positions
+        assert scaling.short_factors is not None
+        assert scaling.long_factors is not None
+        found |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
         found |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
     if scaling is not None and scaling.kind == "llama3":
         found["low_freq_factor"] = scaling.low_frequency_factor

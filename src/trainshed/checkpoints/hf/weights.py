@@ -23,6 +23,7 @@ from trainshed.checkpoints.hf.safetensors_header import SafetensorsEntry, read_s
 from trainshed.checkpoints.weights import box_ends, dtype_name, join_names
 from trainshed.errors import CorruptData, InputError, NoSuchName
 from trainshed.models.families import HF_FAMILIES, read_hf_config
+from trainshed.models.hf_family_keys import float8_block
 from trainshed.models.hf_tensors import HfTensor, RowMapping, hf_row_mappings, hf_tensors
 from trainshed.models.parameters import Parameter, parameter_count
 from trainshed.recipe import ModelConfig
@@ -46,12 +47,13 @@ class Mxfp4Entry(SafetensorsEntry):
 
 @dataclass(frozen=True)
 class Float8Entry(SafetensorsEntry):
-    """A matrix in E4M3 with a scale for each row (compressed-tensors), as if it were stored in float32.
+    """A matrix in E4M3 with a scale for each row (compressed-tensors) or block, as if it were stored in float32.
 
-    `start` and `end` are those of the values.
+    `start` and `end` are those of the values. A block has so many rows and columns: `block`; None is a whole row.
     """
 
     scales: SafetensorsEntry
+    block: tuple[int, int] | None = None
 
 
 CONFIG = "config.json"
@@ -61,9 +63,13 @@ SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF1
 """The safetensors dtypes that are read, and torch's names for them."""
 SCALE_SUFFIX = ".weight_scale"
 """What compressed-tensors calls the scales of a matrix, in place of `.weight`."""
+_BLOCK_SCALE_SUFFIX = ".weight_scale_inv"
+"""What DeepSeek and Qwen call the scales of a matrix's blocks; values are multiplied by them all the same."""
 _FLOAT8 = "F8_E4M3"
-# Llama 4's parts.
-_PICTURE_PREFIXES, _TEXT_PREFIX = ("vision_model.", "multi_modal_projector."), "language_model."
+# Parts of models that see pictures too: Llama 4's, Gemma 3's; newer versions of transformers put both into one `model`.
+_WITH_PICTURES = ("llama4_text", "gemma3_text")
+_PICTURE_PART = re.compile(r"(model\.)?(vision_model|vision_tower|multi_modal_projector)\.")
+_TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """What DeepSeek-V3 stores again in each layer for multi-token prediction: it shares the embedding and the head."""
 _MXFP4_BLOCKS, _MXFP4_SCALES, _MXFP4_BLOCK_BYTES = "_blocks", "_scales", 16
@@ -162,23 +168,32 @@ def _join_mxfp4(stored: dict[str, SafetensorsEntry], folder: Path) -> dict[str, 
 
 def _join_float8(stored: dict[str, SafetensorsEntry], folder: Path) -> dict[str, SafetensorsEntry]:
     """Return the tensors with one for each matrix in E4M3 and its scales."""
+    block = None
+    if any(name.endswith(_BLOCK_SCALE_SUFFIX) for name in stored):
+        block = float8_block(_json_object(folder / CONFIG))
+    suffix = SCALE_SUFFIX if block is None else _BLOCK_SCALE_SUFFIX
     joined = dict(stored)
     for name, values in stored.items():
         if values.dtype != _FLOAT8 or len(values.shape) != 2:
             continue
-        scales = joined.pop(name.removesuffix(".weight") + SCALE_SUFFIX, None)
+        scales = joined.pop(name.removesuffix(".weight") + suffix, None)
+        shape = (values.shape[0], 1)
+        if block is not None:
+            shape = (-(-values.shape[0] // block[0]), -(-values.shape[1] // block[1]))
         if (
             scales is None
-            or scales.shape != (values.shape[0], 1)
+            or scales.shape != shape
             or scales.dtype not in SAFETENSORS_DTYPES
             or values.end - values.start != math.prod(values.shape)
         ):
+            parts = "rows" if block is None else f"blocks of {block[0]} x {block[1]}"
             raise CorruptData(
-                f"`{name}` is in 8 bits, and has no scale for each of its rows",
+                f"`{name}` is in 8 bits, and has no scale for each of its {parts}",
                 where=str(folder),
-                hint="fetch the folder again; only scales by row (channel) are read",
+                hint="fetch the folder again; scales are read by row (`weight_scale`, channel), or by block "
+                "(`weight_scale_inv`, with `quantization_config.weight_block_size` in config.json)",
             )
-        joined[name] = Float8Entry(values.file, name, "F32", values.shape, values.start, values.end, scales)
+        joined[name] = Float8Entry(values.file, name, "F32", values.shape, values.start, values.end, scales, block)
     return joined
 
 
@@ -204,6 +219,14 @@ def _is_unused_mtp(config: ModelConfig, name: str) -> bool:
     if not name.startswith(prefix) or not number.isdecimal() or int(number) < config.layers:
         return False
     return int(number) >= config.layers + config.mtp_layers or local in _MTP_COPIES
+
+
+def _text_name(name: str) -> str:
+    """Return the name that a tensor has in the text model alone."""
+    for prefix, ours in _TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return ours + name.removeprefix(prefix)
+    return name
 
 
 def _mismatch(wanted: HfTensor, stored: SafetensorsEntry) -> str | None:
@@ -246,11 +269,12 @@ class HfWeights:
         self.config = config
         self.left_out = [name for name in stored if _is_unused_mtp(self.config, name)]
         """Tensors that are not read: of layers that predict more than the next token, or of what sees pictures."""
-        if family_decoder(self.config.family) == "llama4_text":
-            self.left_out = [name for name in stored if name.startswith(_PICTURE_PREFIXES)]
-        stored = {name: tensor for name, tensor in stored.items() if name not in set(self.left_out)}
-        if any(name.startswith(_TEXT_PREFIX) for name in stored):
-            stored = {name.removeprefix(_TEXT_PREFIX): tensor for name, tensor in stored.items()}
+        left_out = set(self.left_out)
+        if family_decoder(self.config.family) in _WITH_PICTURES:
+            left_out = {name for name in stored if _PICTURE_PART.match(name)}
+            self.left_out = sorted(left_out)
+            stored = {_text_name(name): tensor for name, tensor in stored.items() if name not in left_out}
+        stored = {name: tensor for name, tensor in stored.items() if name not in left_out}
         self._tied_head = stored.pop(HEAD, None) if self.config.tied_embeddings else None
         if family_decoder(self.config.family) == "gpt_oss":
             stored = _join_mxfp4(stored, folder)
@@ -277,7 +301,7 @@ class HfWeights:
     @property
     def left_out_part(self) -> str:
         """What the tensors that are not read belong to."""
-        if family_decoder(self.config.family) == "llama4_text":
+        if family_decoder(self.config.family) in _WITH_PICTURES:
             return "the part that sees pictures"
         return "multi-token prediction"
 
@@ -454,7 +478,12 @@ class HfWeights:
             if len(data) < (stop - start) * width:
                 raise _cut_short(stored)
             values = torch.frombuffer(bytearray(data), dtype=torch.float8_e4m3fn).view(-1, width).float()
-            values = (values * all_scales[place : place + stop - start])[:, columns or slice(None)]
+            if stored.block is None:
+                scales = all_scales[place : place + stop - start]
+            else:
+                block_rows = all_scales[torch.arange(place, place + stop - start) // stored.block[0]]
+                scales = block_rows.repeat_interleave(stored.block[1], dim=1)[:, :width]
+            values = (values * scales)[:, columns or slice(None)]
             rows = mapping.native_rows(start, stop)
             index = (
                 slice(rows.start - origin, rows.stop - origin, rows.step)

@@ -28,7 +28,7 @@ from trainshed.checkpoints.formats import WeightsFormat
 from trainshed.checkpoints.hf.companion_files import has_tokenizer, read_companions, with_chat_template
 from trainshed.checkpoints.lora.adapter import LoraAdapter, LoraFactors, TokenRows
 from trainshed.checkpoints.lora.native_adapter import NativeAdapter
-from trainshed.checkpoints.lora.peft_adapter import EXPERT_PARAMETERS, EXPERTS_MODULE, TOKEN_ROWS, PeftAdapter
+from trainshed.checkpoints.lora.peft_adapter import TOKEN_ROWS, PeftAdapter, expert_names, joined_rows
 from trainshed.checkpoints.lora.peft_config import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 from trainshed.checkpoints.native.folder import find_checkpoint
 from trainshed.checkpoints.prove.verdict import TensorProof, Verdict, verdict_of_tensors, write_verdict
@@ -281,11 +281,12 @@ def write_peft_folder(
             tensors[f"{ADAPTER_PREFIX}{module}.lora_magnitude_vector"] = factors.magnitude
     for (module, parameter), stacked in experts.items():
         # PEFT wraps one parameter after the other: the first is innermost.
-        inner = parameter != EXPERT_PARAMETERS["down"] and (module, EXPERT_PARAMETERS["down"]) in experts
+        names, count = expert_names(adapter.config), len(stacked)
+        inner = parameter != names.parameters["down"] and (module, names.parameters["down"]) in experts
         prefix = f"{ADAPTER_PREFIX}{module}.base_layer" if inner else f"{ADAPTER_PREFIX}{module}"
-        count = len(stacked)
-        tensors[f"{prefix}.lora_A.weight"] = torch.cat([factors.a for factors in stacked])
-        b = torch.stack([factors.b for factors in stacked], dim=-1)
+        pairs = [(factors.b.T, factors.a.T) if names.exchanged else (factors.a, factors.b) for factors in stacked]
+        tensors[f"{prefix}.lora_A.weight"] = torch.cat([a for a, _ in pairs])
+        b = torch.stack([b for _, b in pairs], dim=-1)
         tensors[f"{prefix}.lora_B.weight"] = b.reshape(b.shape[0], b.shape[1] * count)
     for name, rows in adapter.token_rows.items():
         tensors[f"{ADAPTER_PREFIX}{name.removesuffix('.weight')}{TOKEN_ROWS}"] = rows.values
@@ -303,45 +304,57 @@ def write_peft_folder(
 def _modules(adapter: LoraAdapter) -> Iterator[tuple[str, LoraFactors]]:
     """Yield the adapted modules that are not experts, with their factors."""
     for name in sorted(adapter.adapted):
+        if adapter.tensors[name].row_mappings[0].expert is not None:
+            continue
         if not name.endswith(".weight"):  # a name of our own: see `projection_tensors`
             raise adapter.error(
                 f"Hugging Face's {adapter.config.family} has no module for `{name}`",
                 "keep it native: `trainshed generate` and `serve` take the run itself",
             )
-        if adapter.tensors[name].row_mappings[0].expert is None:
-            yield name.removesuffix(".weight"), adapter.factors(name)
+        yield name.removesuffix(".weight"), adapter.factors(name)
 
 
 def _expert_modules(adapter: LoraAdapter) -> Iterator[tuple[tuple[str, str], list[LoraFactors]]]:
     """Yield the adapted parameters of experts, by (module, parameter), with the factors of each expert."""
-    parts: dict[str, dict[int, list[tuple[int, LoraFactors | None]]]] = defaultdict(lambda: defaultdict(list))
+    parts: dict[str, dict[int, list[_ExpertMatrix]]] = defaultdict(lambda: defaultdict(list))
+    names = expert_names(adapter.config)
     for name, tensor in adapter.tensors.items():
         mapping = tensor.row_mappings[0]
         if mapping.expert is not None:
             factors = adapter.factors(name) if name in adapter.adapted else None
-            parts[mapping.native_name][mapping.expert].append((mapping.rows, factors))
+            rows = joined_rows(tensor, alternating=names.alternating)
+            parts[mapping.native_name][mapping.expert].append(_ExpertMatrix(mapping.rows, rows, factors))
     layer_name = HF_FAMILIES[adapter.config.family].names.layer
     for native_name, experts in parts.items():
-        if all(factors is None for matrices in experts.values() for _, factors in matrices):
+        if all(matrix.factors is None for matrices in experts.values() for matrix in matrices):
             continue
         words = native_name.split(".")
-        module = layer_name.format(layer=int(words[1])) + EXPERTS_MODULE
+        module = layer_name.format(layer=int(words[1])) + names.module
         stacked = [_joined(experts[number]) for number in sorted(experts)]
-        yield (module, EXPERT_PARAMETERS[words[-1]]), stacked
+        yield (module, names.parameters[words[-1]]), stacked
 
 
-def _joined(matrices: list[tuple[int, LoraFactors | None]]) -> LoraFactors:
-    """Join the factors of matrices that are one in transformers, one after the other, with zeros elsewhere."""
-    adapted = [factors for _, factors in matrices if factors is not None]
+@dataclass(frozen=True)
+class _ExpertMatrix:
+    """A matrix of an expert that is a part of one in transformers; `places` as in `joined_rows`."""
+
+    rows: int
+    places: slice | None
+    factors: LoraFactors | None
+
+
+def _joined(matrices: list[_ExpertMatrix]) -> LoraFactors:
+    """Join the factors of matrices that are one in transformers, with zeros elsewhere."""
+    adapted = [matrix.factors for matrix in matrices if matrix.factors is not None]
     a = torch.cat([factors.a for factors in adapted])
-    b = torch.zeros(sum(rows for rows, _ in matrices), a.shape[0], dtype=a.dtype)
+    b = torch.zeros(sum(matrix.rows for matrix in matrices), a.shape[0], dtype=a.dtype)
     row = column = 0
-    for rows, factors in matrices:
-        if factors is not None:
+    for matrix in matrices:
+        if (factors := matrix.factors) is not None:
             rank = factors.b.shape[1]
-            b[row : row + rows, column : column + rank] = factors.b
+            b[matrix.places or slice(row, row + matrix.rows), column : column + rank] = factors.b
             column += rank
-        row += rows
+        row += matrix.rows
     return LoraFactors(a, b, adapted[0].scale)
 
 
@@ -354,7 +367,8 @@ def _peft_config(
 ) -> dict[str, Any]:
     name, revision = _base_name(base)
     ranks = {module: factors.a.shape[0] for module, factors in modules.items()}
-    ranks |= {f"{EXPERTS_MODULE}.{parameter}": stacked[0].a.shape[0] for (_, parameter), stacked in experts.items()}
+    experts_module = expert_names(adapter.config).module
+    ranks |= {f"{experts_module}.{parameter}": stacked[0].a.shape[0] for (_, parameter), stacked in experts.items()}
     # Other ranks come from factors that were joined; they have the scale of all the others.
     joined = {module: rank for module, rank in ranks.items() if rank != lora.rank}
     scale = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
@@ -379,7 +393,7 @@ def _peft_config(
         "inference_mode": True,
     }
     if experts:
-        body["target_parameters"] = sorted({f"{EXPERTS_MODULE}.{parameter}" for _, parameter in experts})
+        body["target_parameters"] = sorted({f"{experts_module}.{parameter}" for _, parameter in experts})
     if adapter.token_rows:
         body["trainable_token_indices"] = {
             name.removesuffix(".weight").rsplit(".", 1)[-1]: list(rows.ids) for name, rows in adapter.token_rows.items()

@@ -9,7 +9,9 @@
 
 The experts of a layer are one parameter in transformers 5, and PEFT adapts it as one (`target_parameters`): its factors
 hold those of all experts, A expert after expert, B with the experts alternating. The factors of `gate_up_proj` are at
-`mlp.experts.base_layer` where `down_proj` is adapted as well, otherwise at `mlp.experts`.
+`mlp.experts.base_layer` where `down_proj` is adapted as well, otherwise at `mlp.experts`. Where a model stores such a
+matrix as [in, out] and transformers does not say so (Llama 4), PEFT takes inputs for outputs: its A is our B,
+transposed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from trainshed.checkpoints.lora.adapter import LoraAdapter, LoraFactors, TokenRo
 from trainshed.checkpoints.lora.peft_config import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS, LoraAdapterConfig
 from trainshed.errors import NotFound
 from trainshed.models.families import HF_FAMILIES
-from trainshed.models.hf_tensors import hf_row_mappings
+from trainshed.models.hf_tensors import HfTensor
 from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
 
@@ -36,10 +38,39 @@ _FACTOR = re.compile(r"(.*)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)
 _MAGNITUDE = "magnitude_vector"
 TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 """How the name of trained rows ends, after that of their module."""
-EXPERTS_MODULE = "mlp.experts"
-"""What transformers 5 calls the experts of a layer."""
-EXPERT_PARAMETERS = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"}
-"""What transformers 5 calls our stacked tensors of experts."""
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What transformers 5 calls the experts of a layer, and our stacked tensors of them."""
+
+    module: str
+    parameters: Mapping[str, str]
+    alternating: bool
+    """Rows of gate and up alternate; otherwise all gates come first."""
+    exchanged: bool
+    """PEFT takes the inputs of a matrix for its outputs."""
+
+
+def expert_names(config: ModelConfig) -> ExpertNames:
+    """Return the names of a family's experts."""
+    names = HF_FAMILIES[config.family].names
+    usual = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"}
+    if not names.stacked:
+        return ExpertNames("mlp.experts", usual, alternating=False, exchanged=False)
+    module, _, _ = names.tensors["mlp.experts.down"][0].rpartition(".")
+    stored_as_inputs = "mlp.experts.down" in names.transposed
+    return ExpertNames(
+        module, usual, "mlp.experts.gate_up" in names.alternating, stored_as_inputs and not names.says_transposed
+    )
+
+
+def joined_rows(tensor: HfTensor, *, alternating: bool) -> slice | None:
+    """Return where an expert's matrix has its rows in one of gate and up together; None: after those before it."""
+    mapping = tensor.row_mappings[0]
+    rows = mapping.native_rows(0, mapping.rows) if alternating else None
+    assert rows is None or isinstance(rows, slice), "rows of an expert are at a fixed distance"
+    return rows
 
 
 @dataclass(frozen=True)
@@ -48,10 +79,11 @@ class _ExpertPart:
 
     number: int
     experts: int
-    first_row: int
-    rows: int
+    rows: slice
     all_rows: int
     """Of gate and up together."""
+    exchanged: bool
+    """As in `ExpertNames`."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +159,9 @@ class PeftAdapter(LoraAdapter):
             a, b = self._read(keys["A"]), self._read(keys["B"])
         if part is not None:
             a = a.reshape(part.experts, -1, a.shape[-1])[part.number]
-            b = b.reshape(b.shape[0], -1, part.experts)[part.first_row : part.first_row + part.rows, :, part.number]
+            b = b.reshape(b.shape[0], -1, part.experts)[:, :, part.number]
+            a, b = (b.T, a.T) if part.exchanged else (a, b)
+            b = b[part.rows]
         magnitude = self._read(keys[_MAGNITUDE]) if _MAGNITUDE in keys else None
         return LoraFactors(a, b, self.settings.scale(stored.module, a.shape[0]), magnitude)
 
@@ -185,7 +219,11 @@ class PeftAdapter(LoraAdapter):
                 f"`{module}` is an embedding with `use_dora`", "merge it with PEFT itself (merge_and_unload)"
             )
         plain = module.removesuffix(".base_layer")
-        if plain.endswith(f".{EXPERTS_MODULE}") and self.config.moe is not None and self.settings.target_parameters:
+        if (
+            plain.endswith(f".{expert_names(self.config).module}")
+            and self.config.moe is not None
+            and self.settings.target_parameters
+        ):
             yield from self._expert_factors(plain, keys, inner=plain != module)
             return
         name = self._saved_name(f"{module}.weight")
@@ -201,28 +239,32 @@ class PeftAdapter(LoraAdapter):
     ) -> Iterator[tuple[str, _StoredFactors]]:
         """Yield the tensors of all experts that one pair of factors changes."""
         assert self.config.moe is not None, "only models with experts have them"
-        if HF_FAMILIES[self.config.family].names.stacked:
-            raise self.error(
-                f"`{module}` is adapted, and PEFT's factors of {self.config.family}'s experts are not read",
-                "merge it with PEFT itself (merge_and_unload)",
-            )
+        names = expert_names(self.config)
         nested = f"{ADAPTER_PREFIX}{module}.base_layer.lora_A.weight" in self._stored
         named = {name.rsplit(".", 1)[-1] for name in self.settings.target_parameters}
         parameter = self._expert_parameter(module, down=not inner and (nested or named == {"down_proj"}))
-        parameter_name = EXPERT_PARAMETERS[parameter.name.rsplit(".", 1)[-1]]
+        parameter_name = names.parameters[parameter.name.rsplit(".", 1)[-1]]
+        _, all_rows, columns = parameter.shape
+        exchanged = names.exchanged
+        if all_rows != columns and (width := self._stored[keys["A"]].shape[-1]) in (all_rows, columns):
+            exchanged = width == all_rows  # versions of PEFT and transformers differ in it
         first_rows = dict.fromkeys(range(self.config.moe.experts), 0)
-        for mapping in hf_row_mappings(self.config, parameter):
-            assert mapping.expert is not None, "each mapping is that of one expert"
+        for tensor in self.tensors.values():
+            mapping = tensor.row_mappings[0]
+            if mapping.native_name != parameter.name:
+                continue
+            assert mapping.expert is not None, "each tensor is that of one expert"
             first_row = first_rows[mapping.expert]
             first_rows[mapping.expert] += mapping.rows
-            part = _ExpertPart(mapping.expert, self.config.moe.experts, first_row, mapping.rows, parameter.shape[1])
-            yield mapping.hf_name, _StoredFactors(f"{module}.{parameter_name}", keys, part)
+            rows = joined_rows(tensor, alternating=names.alternating) or slice(first_row, first_row + mapping.rows)
+            part = _ExpertPart(mapping.expert, self.config.moe.experts, rows, all_rows, exchanged)
+            yield tensor.name, _StoredFactors(f"{module}.{parameter_name}", keys, part)
 
     def _expert_parameter(self, module: str, *, down: bool) -> Parameter:
         """Return the stacked tensor of a layer's experts: the down projection, or the one before it."""
         layer_name = HF_FAMILIES[self.config.family].names.layer
         for parameter in parameters(self.config):
-            in_module = layer_name.format(layer=parameter.layer) + EXPERTS_MODULE == module
+            in_module = layer_name.format(layer=parameter.layer) + expert_names(self.config).module == module
             if parameter.expert and in_module and parameter.name.endswith(".down") == down:
                 return parameter
         raise self.error(f"the base has no experts at `{module}`", "name the base that it was trained on")
@@ -264,7 +306,8 @@ class PeftAdapter(LoraAdapter):
         if stored.is_embedding:
             return {"embedding_A": (rank, rows), "embedding_B": (columns, rank)}
         if (part := stored.expert) is not None:
-            return {"A": (rank * part.experts, columns), "B": (part.all_rows, rank * part.experts)}
+            inputs, outputs = (part.all_rows, columns) if part.exchanged else (columns, part.all_rows)
+            return {"A": (rank * part.experts, inputs), "B": (outputs, rank * part.experts)}
         wanted: dict[str, tuple[int, ...]] = {"A": (rank, columns), "B": (rows, rank)}
         if self.settings.dora:
             wanted[_MAGNITUDE] = (rows,)

@@ -92,7 +92,7 @@ def parts_without_argument(config: ModelConfig) -> list[str]:
         "rope.interleaved: true": rope is not None and rope.interleaved,
         "attention_pattern": config.attention_pattern is not None,
         "rope.local_base": rope is not None and rope.local_base is not None,
-        f"rope.scaling.kind: {kind}": kind == "yarn" and config.mla is None,
+        f"rope.scaling.kind: {kind}": kind == "longrope" or (kind == "yarn" and config.mla is None),
     }
     return [name for name, missing in named.items() if missing]
 
@@ -147,8 +147,9 @@ _NEVER = ("moe.router_bias", "moe.every", "moe.scale_inputs")
 def uncommon_parts(config: ModelConfig) -> dict[str, str]:
     """Return what an architecture has beside the parts of Llama and Mixtral: keys of `model.config`, with values."""
     parts = {} if config.mla is None else {"mla": "`mla`"}
-    if config.rope is not None and config.rope.scaling is not None and config.rope.scaling.kind == "yarn":
-        parts["rope.scaling.kind"] = "`rope.scaling.kind: yarn`"
+    scaling = None if config.rope is None else config.rope.scaling
+    if scaling is not None and scaling.kind in ("yarn", "longrope"):
+        parts["rope.scaling.kind"] = f"`rope.scaling.kind: {scaling.kind}`"
     if config.moe is not None:
         usual = Moe(experts=1, top_k=1, ffn=1)
         keys = ("scores", "score_bias", "groups", "scale", "dense_first", "router_bias", "every", "scale_inputs")

@@ -104,7 +104,7 @@ def _rotary(config: ModelConfig, layer: int, positions: torch.Tensor) -> Positio
     if not config.has_rope(layer):
         scales = query_scales(config, positions)
         return None if scales is None else scales[:, None, None, None]
-    cosine, sine = rotary_table(config, positions, local=config.has_local_rope(layer))
+    cosine, sine = rotary_table(config, positions, length=len(positions), local=config.has_local_rope(layer))
     return cosine[:, None, None], sine[:, None, None]
 
 
@@ -238,12 +238,8 @@ class TransformersOracle:
     def _source(self, name: str) -> ParameterSource | None:
         """Return how to read a parameter: by its own name, by the tied one's, or stacked from the experts'."""
         config, names = self._weights.config, HF_FAMILIES[self._weights.config.family].names
-        if isinstance(entry := self._weights.entries.get(name), Mxfp4Entry):
-            return lambda: _dequantized(entry)
-        if isinstance(entry, Float8Entry):
-            return lambda: _read_float8(entry)
-        if entry is not None:
-            return lambda: _read_entry(entry)
+        if name in self._weights.entries:
+            return lambda: self._read(name)
         if name == "lm_head.weight" and config.tied_embeddings:
             return lambda: self._read(names.tensors["embedding"][0] + ".weight")
         if config.moe is None or ".mlp." not in name:
@@ -268,7 +264,10 @@ class TransformersOracle:
 
     def _read(self, name: str) -> torch.Tensor:
         """Read one tensor of the files by its name."""
-        return _read_entry(self._weights.entries[name])
+        entry = self._weights.entries[name]
+        if isinstance(entry, Mxfp4Entry):
+            return _dequantized(entry)
+        return _read_float8(entry) if isinstance(entry, Float8Entry) else _read_entry(entry)
 
 
 def _read_entry(stored: SafetensorsEntry) -> torch.Tensor:
@@ -296,8 +295,13 @@ def _dequantized(stored: Mxfp4Entry) -> torch.Tensor:
 
 
 def _read_float8(stored: Float8Entry) -> torch.Tensor:
-    values = torch.frombuffer(_read_bytes(stored), dtype=torch.float8_e4m3fn).view(stored.shape)
-    return values.float() * _read_entry(stored.scales).float()
+    values = torch.frombuffer(_read_bytes(stored), dtype=torch.float8_e4m3fn).view(stored.shape).float()
+    scales = _read_entry(stored.scales).float()
+    if stored.block is not None:
+        # transformers' way to write the blocks: each is repeated over its rows and columns.
+        rows, columns = stored.block
+        scales = torch.kron(scales, torch.ones(rows, columns))[: stored.shape[0], : stored.shape[1]]
+    return values * scales
 
 
 def transformers_name() -> str | None:
@@ -328,6 +332,8 @@ def _build_meta_model(weights: HfWeights) -> nn.Module:
         config = AutoConfig.from_pretrained(weights.folder, local_files_only=True).get_text_config()
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    if hasattr(model, "set_experts_implementation"):  # transformers 5; its grouped products refuse odd widths
+        model.set_experts_implementation("eager")
     for name, module in list(model.named_modules()):
         if name.endswith("rotary_emb"):
             parent = model.get_submodule(name.rpartition(".")[0])

@@ -24,16 +24,19 @@ _SMALLEST_MAXIMUM = 1e-12
 """Tensors of zeros are scaled as if this were their largest value."""
 
 
-def convert_to_float8(projections: Iterable[Linear], *, frozen: bool) -> None:
-    """Make projections multiply in float8; backward of `frozen` ones computes no gradient of the weight."""
+def convert_to_float8(projections: Iterable[Linear]) -> None:
+    """Make projections multiply in float8; backward of frozen ones computes no gradient of the weight."""
 
-    def matmul(x: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
-        return _Float8Matmul.apply(x, weight, copy, frozen)
+    def trained(x: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
+        return _Float8Matmul.apply(x, weight, copy, False)
+
+    def frozen(x: torch.Tensor, weight: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
+        return _Float8Matmul.apply(x, weight, copy, True)
 
     for module in projections:
         # The kernels need sizes in multiples of 16.
         if not any(size % 16 for size in module.weight.shape):
-            module.matmul = matmul
+            module.matmul = trained if module.weight.requires_grad else frozen
 
 
 @torch._dynamo.allow_in_graph

@@ -9,7 +9,7 @@ adapters are trained. Frozen weights are never saved, so gate and up rows are st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,10 +26,12 @@ from trainshed.models.lora import add_adapters
 from trainshed.models.loss import LOSS_TERMS
 from trainshed.models.moe import ROUTER_LOSS_TERMS, GroupedExperts
 from trainshed.models.offload import ActivationOffload
+from trainshed.models.parameter_groups import is_frozen_by_group
 from trainshed.models.parameters import AddedRows, Parameter, lora_parameters, parameters
 from trainshed.models.products import linear
 from trainshed.models.quantization import QuantizedWeight
 from trainshed.recipe import Lora, ModelConfig
+from trainshed.recipe.optimizer import ParameterGroup
 
 TensorBox = tuple[tuple[int, ...], tuple[int, ...]]
 """(offset, shape) within the global tensor."""
@@ -192,8 +194,9 @@ COMPUTE_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bf
 class RankModel:
     """This rank's stages, first to last, and their tensors.
 
-    `shards` are those that are trained: the optimizer, the gradient norm and checkpoints know no others. With adapters
-    the model's own are in `frozen_shards`, or `quantized` if they are held in fewer bits.
+    `shards` are those that a run trains and saves, with those that a group of `train.optimizer.groups` freezes, which
+    have no gradient. With adapters the model's own are in `frozen_shards`, or `quantized` if they are held in fewer
+    bits.
     """
 
     config: ModelConfig
@@ -250,11 +253,12 @@ def build_model(
     lora: Lora | None = None,
     added: AddedRows | None = None,
     frozen: bool = False,
+    groups: Sequence[ParameterGroup] = (),
 ) -> RankModel:
     """Build this rank's stages with memory but without values; with `lora` they are frozen and have adapters.
 
     `added` are the rows of added tokens, which `config` counts. A `frozen` model is never trained: its weights have no
-    gradients, and only the precision of the products.
+    gradients, and only the precision of the products. Tensors that a group freezes have no gradients either.
     """
     layout, device = mesh.layout, mesh.device
     check_sharding(mesh)
@@ -264,6 +268,7 @@ def build_model(
     normalization = LossNormalization(one, one.clone(), one.clone())
     offload = ActivationOffload(device) if layout.offload == "activations" and not frozen else None
     stages: list[DecoderStage] = []
+    frozen_by_group: set[str] = set()
     for number in layout.chunks(mesh.coordinates.pp):
         spec = DecoderStageSpec(
             layers=layout.chunk_layers(number),
@@ -282,8 +287,9 @@ def build_model(
                 add_adapters(stage, lora, dtype=master_dtype, added=added)
         if frozen:
             stage.requires_grad_(False)
+        frozen_by_group |= _freeze_groups(stage, groups, starts_pipeline=spec.first and not spec.last)
         if precision == "fp8":
-            convert_to_float8(projections(stage), frozen=lora is not None)
+            convert_to_float8(projections(stage))
         if compile_blocks and can_compile_blocks(config, mesh, dtype):
             for block in stage.layers.values():
                 block.compile(fullgraph=config.moe is None)
@@ -296,19 +302,35 @@ def build_model(
             _add_compute_weights(stage, dtype)
         stages.append(stage)
     shards = collect_parameter_shards(stages, config, mesh, lora, added)
+    saved = {shard.name for shard in shards if shard.tensor.requires_grad} | frozen_by_group
     return RankModel(
         config,
         mesh,
         stages,
-        [shard for shard in shards if shard.tensor.requires_grad],
+        [shard for shard in shards if shard.name in saved],
         normalization,
         sequence_length,
         dtype,
         lora,
-        [shard for shard in shards if not shard.tensor.requires_grad],
+        [shard for shard in shards if shard.name not in saved],
         collect_quantized_shards(stages, config, mesh),
         added,
     )
+
+
+def _freeze_groups(stage: DecoderStage, groups: Sequence[ParameterGroup], *, starts_pipeline: bool) -> set[str]:
+    """Take the gradients from the tensors of a stage that a group freezes; returns their names.
+
+    A pipeline sends its first stage a gradient, so there must be something that it is a gradient of: where all of that
+    stage is frozen, its smallest tensor keeps one, which nobody reads.
+    """
+    trained = {name: parameter for name, parameter in stage.named_parameters() if parameter.requires_grad}
+    frozen = {name for name in trained if is_frozen_by_group(name, groups)}
+    for name in frozen:
+        trained[name].requires_grad_(False)
+    if starts_pipeline and frozen and len(frozen) == len(trained):
+        min(trained.values(), key=torch.Tensor.numel).requires_grad_(True)
+    return frozen
 
 
 def can_compile_blocks(config: ModelConfig, mesh: ParallelMesh, dtype: torch.dtype) -> bool:
@@ -330,10 +352,7 @@ def _keeps_compute_weights(stage: DecoderStage, dtype: torch.dtype) -> bool:
     """
     if isinstance(stage, FSDPModule) or stage.spec.recompute != "none" or stage.spec.offload is not None:
         return False
-    return all(
-        module.quantized is None and module.weight.requires_grad and module.weight.dtype != dtype
-        for module in projections(stage)
-    )
+    return all(module.quantized is None and module.weight.dtype != dtype for module in projections(stage))
 
 
 def _add_compute_weights(stage: DecoderStage, dtype: torch.dtype) -> None:

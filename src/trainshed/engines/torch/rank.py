@@ -188,7 +188,8 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
             break
         # The next phase has another shape or layout. It begins as a resumed run does, so that the two are the same.
         _free_device_memory(session.device)
-        resume = reached_boundary(attempt, end.step, wants_best=job.recipe.checkpoint.best is not None)
+        wants_best = job.recipe.checkpoint.best is not None
+        resume = reached_boundary(attempt, end.step, env.rank, session.store, wants_best=wants_best)
     if end.signal is None:
         return 0
     emit("signal", end.step, name=signal.Signals(end.signal).name)
@@ -343,6 +344,7 @@ def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
         compile_blocks=mesh.device.type == "cuda",
         lora=train.lora,
         added=job.added,
+        groups=train.optimizer.groups or (),
     )
 
 

@@ -241,13 +241,23 @@ def find_resume_point(
         if decays and (warning := check_resumed_decay(job.recipe, job.steps, checkpoint)):
             emit("warning", text=warning)
         best = settle_best(attempt, checkpoint, wanted=job.recipe.checkpoint.best is not None, reporter=reporter)
-        if store is not None:
-            plain = None if checkpoint is None else _checkpoint_to_plain(checkpoint)
-            best_plain = None if best is None else asdict(best)
-            store.set("resume", orjson.dumps({"checkpoint": plain, "best": best_plain}).decode())
-        return ResumePoint(checkpoint, best)
+        return _tell(ResumePoint(checkpoint, best), store, "resume")
     assert store is not None
-    message = orjson.loads(store.get("resume"))
+    return _hear(store, "resume")
+
+
+def _tell(point: ResumePoint, store: dist.Store | None, key: str) -> ResumePoint:
+    """Tell the other ranks where to go on."""
+    if store is not None:
+        plain = None if point.checkpoint is None else _checkpoint_to_plain(point.checkpoint)
+        best = None if point.best is None else asdict(point.best)
+        store.set(key, orjson.dumps({"checkpoint": plain, "best": best}).decode())
+    return point
+
+
+def _hear(store: dist.Store, key: str) -> ResumePoint:
+    """Return what rank 0 tells."""
+    message = orjson.loads(store.get(key))
     checkpoint = None if message["checkpoint"] is None else _checkpoint_from_plain(message["checkpoint"])
     return ResumePoint(checkpoint, None if message["best"] is None else BestPointer(**message["best"]))
 
@@ -276,12 +286,18 @@ def _checkpoint_from_plain(plain: Mapping[str, Any]) -> CompleteCheckpoint:
     return CompleteCheckpoint(plain["step"], plain["path"], plain["attempt"], manifest)
 
 
-def reached_boundary(attempt: Attempt, step: int, *, wants_best: bool) -> ResumePoint:
-    """Return the checkpoint that all ranks have just written at the end of a phase."""
-    folder = checkpoints_folder(attempt.run_folder)
-    checkpoint = open_checkpoint(attempt.store, step_folder(folder, step))
-    best = list_checkpoints(attempt.store, folder).best if wants_best else None
-    return ResumePoint(checkpoint, best, at_boundary=True)
+def reached_boundary(
+    attempt: Attempt, step: int, rank: int, store: dist.Store | None, *, wants_best: bool
+) -> ResumePoint:
+    """Return the checkpoint that all ranks have just written at the end of a phase; rank 0 reads it for all."""
+    key = f"boundary {step}"
+    if rank == 0:
+        folder = checkpoints_folder(attempt.run_folder)
+        checkpoint = open_checkpoint(attempt.store, step_folder(folder, step))
+        best = list_checkpoints(attempt.store, folder).best if wants_best else None
+        return replace(_tell(ResumePoint(checkpoint, best), store, key), at_boundary=True)
+    assert store is not None
+    return replace(_hear(store, key), at_boundary=True)
 
 
 def _check_resume_policy(job: TrainJob, checkpoint: CompleteCheckpoint | None) -> None:

@@ -249,8 +249,6 @@ class StepRunner:
         self.forward_backward = ForwardBackward(model)
         # The loss is the same on all tensor-parallel ranks: one of them counts.
         self._counts_loss = float(model.mesh.coordinates.tp == 0)
-        trained = {shard.name for shard in optimizer.shards}
-        self._frozen = [shard for shard in model.shards if shard.name not in trained]
 
     def step(
         self, batch: LocalBatch, global_batch: int, lr: float, votes: Mapping[str, float] = NO_STOP_VOTES
@@ -258,8 +256,6 @@ class StepRunner:
         """Forward, backward, sum, update; `votes` are those of `stop_votes`, and others that ranks sum with them."""
         counts = self._count_batch(batch)
         losses = self._forward_backward(batch, global_batch, counts, backward=True)
-        for shard in self._frozen:
-            shard.tensor.grad = None
         reduce_gradients(self.optimizer.shards, self.model.mesh)
         squared_norm = squared_grad_norm(self.optimizer.shards).to(self.model.mesh.device)
         figures = self._all_reduce_figures(squared_norm, losses, batch, votes, counts)
@@ -270,7 +266,8 @@ class StepRunner:
             skip = self.spikes.skip(cross_entropy, norm, skip)
             figures.add_summed(SPIKE_FIGURES, self.spikes.figures())
         for weight in self.model.compute_weights:
-            weight.mark_stale()
+            if weight.master.requires_grad:
+                weight.mark_stale()
         self.optimizer.step(lr, norm, skip)
         if self.average is not None:
             self.average.update(skip)

@@ -256,6 +256,7 @@ class Trainer:
                 gpu=gpu,
                 device_name=self._gpu_name,
                 lora=self.job.recipe.train.lora,
+                groups=self.job.recipe.train.optimizer.groups or (),
                 document_length=document_length,
                 reference=self.job.recipe.train.mode == "dpo",
                 engine="torch",

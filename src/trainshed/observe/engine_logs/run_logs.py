@@ -75,6 +75,7 @@ class StepCompleter:
                     precision=facts.precision,
                     gpu=facts.gpu,
                     lora=facts.lora,
+                    groups=facts.groups,
                     reference=facts.reference,
                     engine=facts.engine,
                 )

@@ -135,7 +135,7 @@ class LikelihoodScorer:
         for group in batch:
             number, tokens = group.members[0]
             starts.append(slot)
-            parts.append(ScheduledTokens([*group.context, *tokens[:-1]], 0, slot))
+            parts.append(ScheduledTokens([*group.context, *tokens[:-1]], 0, slot, longest=group.block_length))
             row += len(group.context)
             # The state after the context predicts the first token of every member.
             targets += [(row - 1, others[0], member) for member, others in group.members]
@@ -154,7 +154,7 @@ class LikelihoodScorer:
             number, tokens = group.members[turn] if turn < len(group.members) else (0, ())
             if len(tokens) < 2:
                 continue
-            parts.append(ScheduledTokens(tokens[:-1], len(group.context), start))
+            parts.append(ScheduledTokens(tokens[:-1], len(group.context), start, longest=group.block_length))
             targets += [(row + place, token, number) for place, token in enumerate(tokens[1:])]
             row += len(tokens) - 1
         if parts:
