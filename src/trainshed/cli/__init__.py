@@ -227,7 +227,11 @@ def _of_windows(error: Exception) -> TrainshedError | None:
     from trainshed.this_machine import ON_WINDOWS, not_on_windows
 
     is_missing = isinstance(error, AttributeError) and getattr(error.obj, "__name__", None) in ("os", "signal")
-    return not_on_windows(f"Windows has no {error.obj.__name__}.{error.name}") if ON_WINDOWS and is_missing else None
+    return (
+        not_on_windows(f"Windows has no {getattr(error.obj, '__name__', error.obj)}.{error.name}")
+        if ON_WINDOWS and is_missing
+        else None
+    )
 
 
 def _of_the_system(error: Exception) -> TrainshedError | None:

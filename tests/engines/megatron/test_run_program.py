@@ -142,7 +142,7 @@ def run_with_a_worker(ending: str, folder: Path) -> tuple[int, int, str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=folder, start_new_session=True, **pipes) as process:
         try:
-            written, errors = process.communicate(timeout=240)  # Python starts three times, on a machine that may be busy
+            written, errors = process.communicate(timeout=240)  # Python starts three times, on a busy machine too
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise
