@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.recipes.golden_files import check_golden
-from trainshed.engines.launch import NODE_NUMBER, EngineLaunch, EngineSite, launcher_script
+from trainshed.engines.launch import NETWORK_FILE, NODE_NUMBER, EngineLaunch, EngineSite, launcher_script
 from trainshed.engines.profiles import NSYS_SCRIPT, nsys_script, nsys_stage
 from trainshed.errors import InputError
 from trainshed.recipe import Profile
@@ -289,6 +289,38 @@ def test_the_error_of_the_rank_that_failed_is_said_after_torchruns_summary(
     done = subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == last
+
+
+# In place of torchrun: NCCL writes its log where it is asked to, and the ranks fail.
+LOGGING = """#!/bin/sh
+echo "$NCCL_DEBUG $NCCL_DEBUG_SUBSYS"
+if [ -n "$NCCL_DEBUG_FILE" ]; then
+  printf 'NCCL INFO Using network IB\\nNCCL WARN Call to ibv_create_qp failed\\n' >"${NCCL_DEBUG_FILE%\\%p.log}7.log"
+fi
+exit "$FAKE_EXIT"
+"""
+
+
+@pytest.mark.parametrize(
+    ("expects", "variables", "code", "printed"),
+    [
+        (True, {}, "0", "INFO INIT,NET\n"),
+        (True, {}, "1", "INFO INIT,NET\nNCCL WARN Call to ibv_create_qp failed\n"),
+        (True, {"NCCL_DEBUG": "WARN"}, "1", "WARN \n"),
+        (False, {}, "1", " \n"),
+    ],
+)
+def test_nccl_logs_beside_training_where_nobody_else_asked_it_to_and_its_warnings_are_kept_of_a_failure(
+    tmp_path: Path, expects: bool, variables: dict[str, str], code: str, printed: str
+) -> None:
+    if expects:
+        (tmp_path / NETWORK_FILE).write_text("{}")
+    script = launcher_script(EngineLaunch("p", ()), place_at(tmp_path), python=fake_python(tmp_path, LOGGING))
+    here = environment(tmp_path, FAKE_EXIT=code, TMPDIR=str(tmp_path / "tmp"), **variables)
+    (tmp_path / "tmp").mkdir()
+    done = subprocess.run(["bash", "-c", script], env=here, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (int(code), printed)
+    assert list((tmp_path / "tmp").iterdir()) == [], "nothing is left on the node"
 
 
 # In place of torchrun: prints what it is told, and ends without an error.

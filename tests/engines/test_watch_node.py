@@ -288,4 +288,4 @@ def test_the_events_it_writes_are_of_the_schema() -> None:
         and isinstance(node.args[0], ast.Constant)
     }
     assert kinds <= EVENT_KINDS.keys()
-    assert json.loads(json.dumps(sorted(kinds))) == ["stall"]
+    assert json.loads(json.dumps(sorted(kinds))) == ["alarm", "stall"]

@@ -41,6 +41,8 @@ from trainshed.workflow.submit import build_job
 FILES, READ, STEPS = 6, 4, 8
 MEGATRON_IMAGE = "ghcr.io/azure/ai-infrastructure-on-azure/megatron-lm:latest"
 OWN_IMAGE = "myregistry.azurecr.io/trainshed:0.1.0"
+ARGS = json.dumps(dict(load_recipe("aks-gpt-175b").engine.args) | CPU_ARGS)
+"""The recipe's own, and what a CPU wants."""
 SMALL = (
     *("train.global_batch=4", "train.precision=fp32", "train.schedule.warmup=1", f"train.steps={STEPS}"),
     *("data.sequence_length=64", "data.shards=2", f"data.train.0.limit={READ}", "resources.nodes=2"),
@@ -96,7 +98,7 @@ def seed_job(
 def test_slim_pajama_trains_loses_a_pod_goes_on_and_is_seen_in_tensorboard(
     layout: str, pods: PodRunner, hub: hub_server.HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = f"engine.args={json.dumps(CPU_ARGS)}"
+    args = f"engine.args={ARGS}"
     job = seed_job(hub, tmp_path, layout, args)
     pods.images[MEGATRON_IMAGE] = megatron_image("878d65f", "/megatron-lm", tmp_path / "image", job.cluster)
     assert "--use-distributed-optimizer" in job.files["train.sh"]
@@ -169,7 +171,7 @@ def test_what_reached_the_bucket_while_it_trained_is_all_that_another_cluster_ne
         "environment.TRAINSHED_UPLOAD_SECONDS=0.2",
     )
     recipe = (
-        *(f"engine.args={json.dumps(CPU_ARGS)}", "layout={tp: 2, pp: 2, micro_batch: 1}", "train.steps=120"),
+        *(f"engine.args={ARGS}", "layout={tp: 2, pp: 2, micro_batch: 1}", "train.steps=120"),
         "data.validation.every=60",
     )
     bucket = f"s3://{s3_bucket}/experiments"

@@ -111,6 +111,32 @@ def test_an_image_without_ray_is_named_before_a_rayjob_holds_gpus(tmp_path: Path
     assert ("programs" in other, "ray" in other["modules"]) == (False, False)
 
 
+def test_an_image_without_the_topology_that_its_fabric_names_is_found_before_gpus_are(tmp_path: Path) -> None:
+    """Without it NCCL only warns, and pairs GPUs with far cards."""
+    topology, other = tmp_path / "ndv5-topo.xml", tmp_path / "other.xml"
+    checks = {}
+    for engine in ("megatron", "torch"):
+        keys = () if engine == "megatron" else ("engine=torch", "train.precision=bf16")
+        job = build_job(
+            load_recipe("aks-gpt-175b", keys), load_cluster("aks-nd-h100-v5", [IMAGE]), offline=True, code=NO_CODE
+        )
+        asked = json.loads(job.files[REQUEST_FILE])
+        assert asked["files"] == {"NCCL_TOPO_FILE": "/etc/ndv5-topo.xml"}
+        (checks[engine],) = [prove_image.check_file(name, str(topology), asked) for name in asked["files"]]
+    assert {check.verdict for check in checks.values()} == {"fail"}
+    assert checks["megatron"].what == f"there is no {topology}, which NCCL_TOPO_FILE names for infiniband-ndr"
+    topology.touch()
+    assert prove_image.check_file("NCCL_TOPO_FILE", str(topology), asked).verdict == "pass"
+    # The cluster file may name another one, and a folder of the node is not the image's.
+    for keys, files in (
+        ((f"environment.NCCL_TOPO_FILE={other}",), {"NCCL_TOPO_FILE": str(other)}),
+        (("environment.NCCL_TOPO_FILE=/node/topo.xml", "volumes.1={mount: /node, host: /opt/microsoft}"), None),
+    ):
+        there = load_cluster("aks-nd-h100-v5", [IMAGE, *keys])
+        written = build_job(load_recipe("aks-gpt-175b"), there, offline=True, code=NO_CODE).files[REQUEST_FILE]
+        assert json.loads(written).get("files") == files
+
+
 def test_an_image_without_python_or_with_an_older_one_is_named(tmp_path: Path) -> None:
     place = write_job(seed_job("aks-gpt-175b", "aks-nd-h100-v5", tmp_path), tmp_path)
     programs = tmp_path / "bin"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -19,6 +21,7 @@ from trainshed.engines.megatron.versions import known_image
 from trainshed.engines.nemo.launch import NEMO_IMAGES
 from trainshed.engines.torchtune.versions import DEFAULT_VERSION, VERSIONS
 from trainshed.errors import InputError
+from trainshed.launch.fabric import fabric_setup
 from trainshed.launch.images import (
     ImageRequest,
     build_commands,
@@ -28,6 +31,7 @@ from trainshed.launch.images import (
     node_requirements,
     venv_script,
 )
+from trainshed.recipe import Cluster
 
 ENGINES, GPUS = ("torch", "megatron", "nemo", "torchtune"), ("cuda", "rocm")
 FABRICS = (None, "tcpxo", "gib", "efa", "infiniband", "roce")
@@ -48,6 +52,11 @@ def all_requests() -> list[ImageRequest]:
 
 
 REQUESTS = all_requests()
+
+
+def cluster_of(machine: str) -> Cluster:
+    """A cluster of Kubernetes with such nodes."""
+    return Cluster.model_validate({"name": "c", "target": "kubernetes", "machine": machine})
 
 
 def lint(text: str) -> list[str]:
@@ -164,6 +173,35 @@ def test_the_ray_image_for_rocm_keeps_its_pytorch_and_has_megatron_where_recipes
     program = known_image(words[2]).program
     assert program == "/opt/megatron-lm/pretrain_gpt.py"
     assert f"ln -s /workspace/Megatron-LM {Path(program).parent}" in text
+
+
+def test_images_for_infiniband_have_the_topologies_that_the_fabric_names_on_azure() -> None:
+    """The source's image has the file; without it NCCL pairs GPUs with far cards."""
+    named = {
+        value
+        for machine in ("nd-a100-v4", "ndm-a100-v4", "nd-h100-v5", "nd-h200-v5")
+        for value in [fabric_setup(cluster_of(machine), nodes=2).environment["NCCL_TOPO_FILE"]]
+    }
+    for engine in ENGINES:
+        text = containerfile(ImageRequest(engine, "infiniband"))
+        assert named <= set(re.findall(r" -o (/etc/\S+)", text))
+        assert len(re.findall(r"^ {4}[0-9a-f]{64} nd\w+-topo\.xml \\$", text, re.MULTILINE)) == len(named)
+        assert "sha256sum --check" in text
+    assert "topo.xml" not in containerfile(ImageRequest("megatron", "roce"))
+
+
+@pytest.mark.parametrize("served", ["right", "wrong", "nothing"])
+def test_a_topology_is_held_against_its_checksum(served: str, tmp_path: Path) -> None:
+    """The line runs with a curl that writes other bytes than were pinned, or the pinned ones."""
+    (line,) = re.findall(r"^RUN (curl .*?--check)$", containerfile(ImageRequest("megatron", "infiniband")), re.M | re.S)
+    body = b"<system/>\n"
+    (tmp_path / "curl").write_text(f"#!/bin/sh\n{'exit 22' if served == 'nothing' else f'cp {tmp_path}/body $4'}\n")
+    (tmp_path / "curl").chmod(0o755)
+    (tmp_path / "body").write_bytes(body if served == "right" else b"other\n")
+    here = re.sub(r"\b[0-9a-f]{64}\b", hashlib.sha256(body).hexdigest(), line).replace("/etc/", f"{tmp_path}/")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "AZHPC_COMMIT": "0"}
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", here], env=environment, capture_output=True, check=False)
+    assert (done.returncode == 0) == (served == "right"), done.stderr
 
 
 def test_an_image_has_what_nodes_need_and_keeps_the_pytorch_of_its_base() -> None:

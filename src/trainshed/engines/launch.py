@@ -258,6 +258,10 @@ while true; do
 done"""
 
 _END = """\
+if [[ -n $nccl ]]; then
+  [[ $code == 0 || -n $requested ]] || grep -hF 'NCCL WARN' "$nccl"*.log 2>/dev/null | tail -n 20 >&"$log" || true
+  rm -f "$nccl"*.log
+fi
 exec {log}>&-
 [[ -z $watch ]] || kill "$watch" 2>/dev/null || true
 rm -f "${TMPDIR:-/tmp}/trainshed-$$-"*.pipe
@@ -335,6 +339,18 @@ export TORCH_NCCL_DEBUG_INFO_TEMP_FILE="${TORCH_NCCL_DEBUG_INFO_TEMP_FILE-$healt
 export TORCH_NCCL_DEBUG_INFO_PIPE_FILE="${TORCH_NCCL_DEBUG_INFO_PIPE_FILE-${TMPDIR:-/tmp}/trainshed-$$-}\""""
 
 
+NETWORK_FILE = "network.json"
+"""A file of the job that says what NCCL's logs must show (`observe/nccl_log.py`)."""
+
+# Whoever sets one of them wants to read NCCL's log, and where: it is left so, and nothing is told of the network then.
+_NCCL_LOG = """\
+nccl=
+if [[ -f {network} && -z ${{NCCL_DEBUG:-}}${{NCCL_DEBUG_FILE:-}} ]]; then
+  nccl=${{TMPDIR:-/tmp}}/trainshed-nccl-$$-
+  export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET NCCL_DEBUG_FILE="$nccl%p.log"
+fi"""
+
+
 def launcher_script(
     launch: EngineLaunch, site: EngineSite, *, python: str = "python3", quiet_seconds: float = QUIET_SECONDS
 ) -> str:
@@ -351,6 +367,7 @@ def launcher_script(
             *_profile_lines(launch, site),
             *_environment_lines(launch),
             _FLIGHT_RECORDER,
+            _NCCL_LOG.format(network=shlex.quote(f"{site.job_folder}/{NETWORK_FILE}")),
             *_argument_lines(launch),
             _SIGNAL_HANDLER,
             'exec {log}> >(trap "" TERM USR1 INT; exec tee -a "$file")',
@@ -466,6 +483,8 @@ def _watch_lines(site: EngineSite, python: str, quiet_seconds: float) -> Iterato
         f"--ranks-per-node {site.gpus_per_node}",
         '--torchrun "$torchrun"',
         f"--quiet-seconds {quiet_seconds:g}",
+        f"--network {shlex.quote(f'{site.job_folder}/{NETWORK_FILE}')}",
+        '--nccl-log "$nccl"',
     ]
     # It keeps the log's pipe closed: tee ends when torchrun has.
     yield " \\\n    ".join([*words, "{log}>&- &"])

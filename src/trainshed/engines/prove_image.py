@@ -66,6 +66,8 @@ def prove(asked: dict[str, Any]) -> Iterator[ImageCheck]:
         yield check_command(name, purpose)
     for library in asked["libraries"]:
         yield check_library(library, asked)
+    for variable, path in asked.get("files", {}).items():
+        yield check_file(variable, path, asked)
     if asked["program"] is not None:
         yield check_program(asked)
     parser = PARSERS.get(asked["parser"] or "")
@@ -224,6 +226,15 @@ def check_library(names: str, asked: dict[str, Any]) -> ImageCheck:
     hint = "build the image with `trainshed image build --fabric`, or take one that has it"
     # Without an image the nodes with GPUs have libraries of their own.
     return ImageCheck("library", "fail" if asked["image"] else "warn", what, hint)
+
+
+def check_file(variable: str, path: str, asked: dict[str, Any]) -> ImageCheck:
+    """Look for a file that a variable of the fabric names: without it NCCL warns, and is slow."""
+    if os.path.isfile(path):
+        return ImageCheck("file", "pass", f"{path} ({variable})")
+    what = f"there is no {path}, which {variable} names for {asked['fabric']}"
+    hint = f"build the image with `trainshed image build --fabric`, or write `environment: {{{variable}: PATH}}`"
+    return ImageCheck("file", "fail" if asked["image"] else "warn", what, hint)
 
 
 def loader_cache() -> str:

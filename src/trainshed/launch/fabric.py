@@ -29,6 +29,7 @@ from trainshed.catalog.fabrics import (
     refused_variables,
 )
 from trainshed.errors import InputError, RecipeError
+from trainshed.observe.nccl_log import ExpectedNetwork
 from trainshed.recipe import Cluster
 from trainshed.recipe.cluster import Kubernetes
 
@@ -111,6 +112,8 @@ class FabricSetup:
     """Regular expressions: NCCL's log of every node must match all of them."""
     rejected: tuple[str, ...] = ()
     """Regular expressions: the log must match none of them."""
+    sharp_rejected: tuple[str, ...] = ()
+    """The same where one group of ranks is measured; a job's groups inside a node have no SHARP, and may say so."""
     devices: DeviceFiles | None = None
     pairs: PairThresholds = field(default_factory=PairThresholds)
     refused: Mapping[str, RefusedVariable] = field(default_factory=dict)
@@ -121,6 +124,15 @@ class FabricSetup:
     def rdma(self) -> bool:
         """Whether its cards need locked memory."""
         return self.fabric is not None and fabric(self.fabric).rdma
+
+    @property
+    def expected_network(self) -> ExpectedNetwork:
+        """What NCCL's log must show in a job with several groups of ranks, and what to look at where it does not."""
+        network = self.environment.get("NCCL_NET", "")
+        hint = (
+            f"is the plugin of {self.name} {self.version} in the image (NCCL_NET={network}), and are its devices there?"
+        )
+        return ExpectedNetwork(self.fabric or self.name, self.selected, self.rejected, hint)
 
     def shell_prologue(self) -> tuple[str, ...]:
         """Return the lines of bash that a node runs before the agent: libraries, the script, the variables."""
@@ -232,7 +244,8 @@ def _assemble(
             tuple(line for part in parts for line in part.slurm.prologue),
         ),
         selected=selected,
-        rejected=tuple(pattern for part in parts for pattern in part.rejected),
+        rejected=tuple(pattern for part in parts if part is not file.sharp for pattern in part.rejected),
+        sharp_rejected=tuple(file.sharp.rejected) if cluster.sharp and file.sharp is not None else (),
         devices=DeviceFiles(file.devices.path, _device_count(file.devices.count, placeholders))
         if file.devices
         else None,

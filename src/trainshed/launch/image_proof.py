@@ -25,6 +25,7 @@ PROGRAM_FILE = f"{PROGRAMS}/prove_image.py"
 OLDEST_PYTHON = {"torch": (3, 11)}
 """By engine; for what runs of ours in the images of others it is 3.8."""
 _OWN_MODULES = ("torch", "safetensors")
+_TOPOLOGY = "NCCL_TOPO_FILE"
 _KUBERAY_PROGRAMS = {
     "ray": "KubeRay starts every node with it",
     "wget": "KubeRay's probes ask with it whether a node is well",
@@ -55,6 +56,7 @@ def image_files(
         "path": [str(Path(program).parent)] if in_image and program is not None else [],
         "libraries": setup.libraries,
         "library_path": setup.library_path,
+        **({"files": files_of_image} if (files_of_image := _named_files(cluster, setup)) else {}),
         "fabric": setup.fabric,
         "program": program,
         "parser": expects.parser if expects is not None else None,
@@ -108,6 +110,19 @@ def _has_image(cluster: Cluster) -> bool:
 def _volumes(cluster: Cluster) -> list[Any]:
     """Return the volumes that every stage sees; a folder of the node is another one on each."""
     return [volume for volume in cluster.volumes if volume.host is None] if cluster.target == "kubernetes" else []
+
+
+def _named_files(cluster: Cluster, setup: FabricSetup) -> dict[str, str]:
+    """Return the file that NCCL_TOPO_FILE names, unless pods get it from their node."""
+    path = cluster.environment.get(_TOPOLOGY) or setup.environment.get(_TOPOLOGY)
+    if not path:
+        return {}
+    if cluster.target == "slurm":
+        mounted = [mount.split(":")[1] for mount in setup.slurm.mounts]
+    else:
+        of_node = [volume.mount for volume in cluster.volumes if volume.host is not None]
+        mounted = [*of_node, *(mount["mountPath"] for mount in setup.kubernetes.mounts)]
+    return {} if any(Path(path).is_relative_to(place) for place in mounted) else {_TOPOLOGY: path}
 
 
 _SCRIPT = """\

@@ -174,22 +174,46 @@ def containerfile(request: ImageRequest) -> str:
 
 
 def _fabric_lines(request: ImageRequest) -> list[str]:
-    # NVIDIA's images bring the libraries of RDMA; AMD's and PyTorch's do not.
-    has_rdma = request.engine in ("megatron", "nemo") and request.gpu == "cuda"
-    if request.fabric in ("infiniband", "roce") and not has_rdma:
-        packages = " ".join(_parts()["rdma_packages"])
-        return [
-            # The distribution of the base fixes their versions, and no other is in its archive.
-            "# hadolint ignore=DL3008",
-            "RUN apt-get update \\",
-            f" && apt-get install -y --no-install-recommends {packages} \\",
-            " && rm -rf /var/lib/apt/lists/*",
-        ]
+    if request.fabric in ("infiniband", "roce"):
+        return [*_rdma_lines(request), *_topology_lines(request)]
     if request.fabric == "efa":
         return _efa_lines()
     if request.fabric in ("tcpxo", "gib"):
         return ["# GKE mounts the plug-in of this fabric from the node: nothing of it is in the image."]
     return []
+
+
+def _rdma_lines(request: ImageRequest) -> list[str]:
+    # NVIDIA's images bring the libraries of RDMA; AMD's and PyTorch's do not.
+    if request.engine in ("megatron", "nemo") and request.gpu == "cuda":
+        return []
+    packages = [*_parts()["rdma_packages"], *(["ca-certificates", "curl"] if _topology_lines(request) else [])]
+    return [
+        # The distribution of the base fixes their versions, and no other is in its archive.
+        "# hadolint ignore=DL3008",
+        "RUN apt-get update \\",
+        f" && apt-get install -y --no-install-recommends {' '.join(packages)} \\",
+        " && rm -rf /var/lib/apt/lists/*",
+    ]
+
+
+def _topology_lines(request: ImageRequest) -> list[str]:
+    """Return the lines for the files that NCCL_TOPO_FILE names on Azure's ND machines."""
+    if request.fabric != "infiniband" or request.gpu != "cuda":
+        return []
+    topology = _parts()["azure_topology"]
+    files: dict[str, str] = topology["files"]
+    place = "https://raw.githubusercontent.com/Azure/azhpc-images/${AZHPC_COMMIT}/topology"
+    fetched = [f'curl -fsSL "{place}/{name}" -o /etc/{name}' for name in files]
+    return [
+        "# The PCI tree of Azure's ND machines, which a virtual machine does not show to NCCL.",
+        f"ARG AZHPC_COMMIT={topology['commit']}",
+        f"RUN {fetched[0]} \\",
+        *(f" && {command} \\" for command in fetched[1:]),
+        " && printf '%s  /etc/%s\\n' \\",
+        *(f"    {hash} {name} \\" for name, hash in files.items()),
+        "  | sha256sum --check",
+    ]
 
 
 def _ray_lines(request: ImageRequest) -> list[str]:

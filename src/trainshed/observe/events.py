@@ -194,7 +194,7 @@ class AlarmEvent(Event):
     """Something that a person should look at; training goes on."""
 
     kind = "alarm"
-    name: Literal["loss_spike", "divergence", "straggler", "throttling", "gpu_error", "low_goodput"]
+    name: Literal["loss_spike", "divergence", "straggler", "throttling", "gpu_error", "low_goodput", "fabric"]
     what: str
     ranks: list[int] | None = None
     hosts: list[str] | None = None

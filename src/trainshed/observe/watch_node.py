@@ -6,10 +6,14 @@ nothing in the training: it reads, and writes events and what explains them.
 
     <run>/events/attempt-0001/000001.jsonl             `devices`, `alarm` and `stall` events
     <run>/health/attempt-0001/devices-00001.json       what the devices of a node other than the first report
+    <run>/health/attempt-0001/network-00001.json       which network NCCL names on a node, and what is wrong with it
     <run>/health/attempt-0001/stall.json               the first node asks all nodes for the stacks of their ranks
     <run>/health/attempt-0001/stacks-00001.json        the answer of a node
     <run>/health/attempt-0001/nccl-rank-3              PyTorch's flight recorder of a rank, which NCCL's watchdog writes
                                                        too before it ends a rank
+
+NCCL's logs are read until they have shown the fabric that `--network` describes; the first node names the nodes on
+which they do not.
 
 Nobody prints what an engine is doing but its log: when no node's log has grown for `--quiet-seconds`, the first node
 asks for stacks and flight records, and says which ranks the others wait for. A rank that is stopped (SIGSTOP) is
@@ -34,6 +38,7 @@ from typing import Any, Callable, Iterable, Mapping  # noqa: UP035 - Python 3.8
 
 if __package__:
     from trainshed.observe.devices import DeviceWatch, NodeSample, open_gpus, read_node, unread_gpus_problem
+    from trainshed.observe.nccl_log import ExpectedNetwork, NetworkWatch, network_alarm
     from trainshed.observe.process_stacks import RankStack, find_ranks, process_state, read_environment, read_stack
     from trainshed.observe.stall_advice import activity_of, short_frame
 else:  # a file beside its helpers, in the image of a foreign engine
@@ -45,6 +50,7 @@ else:  # a file beside its helpers, in the image of a foreign engine
         read_node,
         unread_gpus_problem,
     )
+    from nccl_log import ExpectedNetwork, NetworkWatch, network_alarm  # pyrefly: ignore
     from process_stacks import (  # pyrefly: ignore
         RankStack,
         find_ranks,
@@ -73,6 +79,8 @@ class Options(argparse.Namespace):
     ranks_per_node: int
     torchrun: int
     quiet_seconds: float
+    network: str
+    nccl_log: str
     look_seconds: float
     sample_seconds: float
     stopped_seconds: float
@@ -87,6 +95,8 @@ def read_options(arguments: list[str]) -> Options:
     parser.add_argument(
         "--quiet-seconds", type=float, required=True, help="a log that does not grow for so long stalls"
     )
+    parser.add_argument("--network", default="", help="a file that says what NCCL's log must show")
+    parser.add_argument("--nccl-log", default="", help="how the paths of NCCL's logs on this node begin")
     options = parser.parse_args(arguments, namespace=Options())
     options.look_seconds = min(10.0, options.quiet_seconds / 4)
     options.sample_seconds = min(60.0, options.quiet_seconds)
@@ -137,6 +147,10 @@ class NodeWatcher:
         self._devices = DeviceWatch(options.nodes, options.ranks_per_node)
         self._sampled_at = self._ranks_at = self._stall_looked_at = float("-inf")
         self._ranks: dict[int, int] = {}
+        self._network = _network_watch(options)
+        self._has_told_network = False
+        self._networks: dict[str, dict[str, Any]] = {}
+        """What the nodes have said of their networks, by host."""
         self._stopped_since: dict[int, float] = {}
         self._reported_stops: set[int] = set()
         self._log_sizes: dict[str, int] = {}
@@ -155,6 +169,7 @@ class NodeWatcher:
         if now - self._sampled_at >= self._options.sample_seconds:
             self._sampled_at = now
             self._sample_devices()
+            self._look_at_network(now)
         self._look_for_stopped_ranks(now)
         if self._is_first:
             self._look_at_logs(now)
@@ -174,6 +189,26 @@ class NodeWatcher:
                 samples[node] = NodeSample.from_plain(body)
         for kind, values in self._devices.update(samples):
             self._events.emit(kind, **values)
+
+    def _look_at_network(self, now: float) -> None:
+        """Say once of every node whose log does not show the fabric that it does not."""
+        if self._network is None:
+            return
+        expected, watch = self._network
+        watch.look(now)
+        if watch.verdict is not None and not self._has_told_network:
+            self._has_told_network = True
+            own = self._health / f"network-{self._options.node:05d}.json"
+            _write_json(own, {"host": _host(), **watch.verdict})
+        if not self._is_first or len(self._networks) == self._options.nodes:
+            return
+        bodies = [_read_json(self._health / f"network-{node:05d}.json") for node in range(self._options.nodes)]
+        answers = {body["host"]: body for body in bodies if body is not None and body["host"] not in self._networks}
+        self._networks.update(answers)
+        alarm = network_alarm(expected, answers)
+        if alarm is not None:
+            sys.stderr.write(f"trainshed: {alarm['what']}\n")
+            self._events.emit("alarm", **alarm)
 
     def _look_for_stopped_ranks(self, now: float) -> None:
         stopped = {rank: pid for rank, pid in self._ranks.items() if process_state(pid) in ("T", "t")}
@@ -268,6 +303,15 @@ class NodeWatcher:
     def _report(self, ranks: list[int], collective: str | None, what: str) -> None:
         sys.stderr.write(f"trainshed: {what}\n")
         self._events.emit("stall", ranks=ranks, collective=collective, what=what)
+
+
+def _network_watch(options: Options) -> tuple[ExpectedNetwork, NetworkWatch] | None:
+    """Return what NCCL's logs must show and who looks for it; None where nothing is expected."""
+    body = _read_json(Path(options.network)) if options.network and options.nccl_log else None
+    if body is None:
+        return None
+    expected = ExpectedNetwork.from_plain(body)
+    return expected, NetworkWatch(expected, options.nccl_log)
 
 
 def explain_stall(
@@ -409,10 +453,13 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
+_SHIPPED = ("watch_node.py", "devices.py", "nccl_log.py", "process_stacks.py", "stall_advice.py")
+
+
 def shipped_files() -> Iterable[Path]:
     """Return this file and its helpers, which lie beside it."""
     folder = Path(__file__).parent
-    return [folder / name for name in ("watch_node.py", "devices.py", "process_stacks.py", "stall_advice.py")]
+    return [folder / name for name in _SHIPPED]
 
 
 def main(arguments: list[str]) -> None:

@@ -19,7 +19,15 @@ import orjson
 
 import trainshed
 from trainshed.catalog.gpus import find_gpu
-from trainshed.engines.launch import EngineLaunch, EngineSite, EngineTask, build_launch, launcher_script, losses_rank
+from trainshed.engines.launch import (
+    NETWORK_FILE,
+    EngineLaunch,
+    EngineSite,
+    EngineTask,
+    build_launch,
+    launcher_script,
+    losses_rank,
+)
 from trainshed.engines.megatron.layout_args import uses_fsdp
 from trainshed.engines.megatron.versions import recipe_version
 from trainshed.errors import InputError, RecipeError
@@ -129,6 +137,8 @@ def build_job(
     files |= image_files(resolved.engine.name, engine, place, cluster, setup)
     if engine is not None:
         files |= dict(engine.files) | {"train.sh": launcher_script(engine, place)}
+        if cluster.preflight and (expected := setup.expected_network).selected:
+            files[NETWORK_FILE] = _json(expected._asdict())
         files |= {f"{stage.name}.sh": _command_script(stage.argv) for stage in engine.cpu_stages}
     return Job(
         name=job_name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from support import TESTS
 from support.clusters.helm_program import helm
 from support.clusters.kubernetes_schemas import CRDS
 from support.clusters.real_api_server import ApiServer, real_api_server
@@ -119,6 +121,30 @@ def test_every_stage_is_taken_by_the_server_from_the_driver_and_nothing_more_is_
     for verb, kind in [("create", "pods"), ("get", "secrets"), ("delete", "configmaps"), ("update", "roles")]:
         assert server.kubectl("auth", "can-i", verb, kind, account).stdout.strip() == "no"
     assert server.kubectl("delete", "-f", tmp_path / "out").returncode == 0
+
+
+def test_the_account_of_the_documentation_creates_every_stage_of_somebody_who_may_create_no_roles(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    page = (TESTS.parent / "docs" / "launch.md").read_text()
+    (block,) = re.findall(r"```yaml\n# file: drivers.yaml\n(.*?)```", page, re.DOTALL)
+    made = server.kubectl("apply", "-f", "-", "--validate=strict", stdin=block)
+    assert made.returncode == 0, made.stderr
+    for name, recipe in SEEDS.items():
+        cluster = load_cluster(name, [IMAGE, "kubernetes.driver_account=trainshed-driver"])
+        job = build_job(load_recipe(recipe), cluster, offline=True)
+        account = f"--as=system:serviceaccount:{cluster.on_kubernetes.namespace}:trainshed-driver"
+        for plan in plan_stages(job)[0]:
+            for body in stage_objects(plan):
+                manifest = yaml.safe_dump(body)
+                sent = server.kubectl(
+                    "create", "-f", "-", "--validate=strict", "--dry-run=server", account, stdin=manifest
+                )
+                unknown = "no matches for kind" in sent.stderr  # of a fabric, whose resources no folder here describes
+                assert sent.returncode == 0 or unknown, f"{name} {plan.stage.name}: {sent.stderr}"
+    account = "--as=system:serviceaccount:default:trainshed-driver"
+    for verb, kind in [("create", "pods"), ("get", "secrets"), ("delete", "configmaps"), ("update", "roles")]:
+        assert server.kubectl("auth", "can-i", verb, kind, account).stdout.strip() == "no"
 
 
 @pytest.mark.parametrize("cluster", ["aks-nd-h100-v5", "eks-p4d", "eks-p5"])

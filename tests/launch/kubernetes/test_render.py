@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 
+from support import TESTS
 from support.clusters.kubernetes_jobs import CLUSTERS, cluster_of, job_of, served, stages_of, train_alone
 from support.clusters.kubernetes_schemas import all_objects, check
 from support.recipes.golden_files import check_golden
@@ -171,6 +174,33 @@ def test_the_driver_may_create_its_stages_and_nothing_else() -> None:
     pod = driver["spec"]["template"]["spec"]
     assert pod["serviceAccountName"] == role["metadata"]["name"]
     assert "nvidia.com/gpu" not in str(pod)
+
+
+def test_a_driver_with_an_account_that_is_there_creates_no_role() -> None:
+    found = all_objects(render(job_of(load_cluster("gke-a3-mega", ["kubernetes.driver_account=drivers"]))))
+    assert not {each["kind"] for each in found} & {"ServiceAccount", "Role", "RoleBinding"}
+    driver = next(each for each in found if each["metadata"]["name"].endswith("-driver"))
+    assert driver["spec"]["template"]["spec"]["serviceAccountName"] == "drivers"
+
+
+@pytest.mark.parametrize("kind", ["jobset", "pytorchjob", "trainjob", "rayjob", "job"])
+def test_the_role_in_the_documentation_allows_what_any_job_asks_for(kind: str) -> None:
+    page = (TESTS.parent / "docs" / "launch.md").read_text()
+    (block,) = re.findall(r"```yaml\n# file: drivers.yaml\n(.*?)```", page, re.DOTALL)
+    (role,) = [each for each in yaml.safe_load_all(block) if each["kind"] == "Role"]
+    allowed = {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    cluster = load_cluster("eks-p5", [f"kubernetes.kind={kind}"])
+    job = job_of(cluster, stages=(*stages_of(cluster), *served(cluster)))
+    (asked,) = [each for each in all_objects(render(job)) if each["kind"] == "Role"]
+    for rule in asked["rules"]:
+        for verb in rule["verbs"]:
+            assert (rule["apiGroups"][0], rule["resources"][0], verb) in allowed
 
 
 def test_what_is_applied_at_once_holds_no_gpus() -> None:

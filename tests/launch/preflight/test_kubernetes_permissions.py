@@ -71,6 +71,17 @@ def test_what_is_denied_is_named(denied: set[str]) -> None:
     assert (found.verdict, found.what) == ("fail", "you may not create jobsets, get pods/log in namespace team")
 
 
+def test_whoever_may_create_no_roles_is_told_of_the_key_that_needs_none(denied: set[str]) -> None:
+    """What GKE's Kubernetes Engine Developer may not do: the role that the source recipe asks for."""
+    denied |= {f"{verb} {kind}" for verb in ("create", "patch", "delete") for kind in ("roles", "rolebindings")}
+    found = check_permissions(CLUSTER)
+    assert found.verdict == "fail"
+    assert found.what.startswith("you may not create roles, patch roles, delete roles, create rolebindings, ")
+    assert "`kubernetes: {driver_account: NAME}`" in str(found.hint)
+    with_account = Cluster(name="c", target="kubernetes", kubernetes={"namespace": "team", "driver_account": "drivers"})
+    assert check_permissions(with_account).verdict == "pass"
+
+
 def test_a_plain_job_needs_services(denied: set[str]) -> None:
     denied |= {"create services", "create jobsets"}
     plain = Cluster(name="c", target="kubernetes", kubernetes={"namespace": "team", "kind": "job"})

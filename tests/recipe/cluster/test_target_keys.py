@@ -121,6 +121,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "kubernetes.namespace": {"kubernetes": {"namespace": "ml"}},
     "kubernetes.queue": {"kubernetes": {"queue": "gpus"}},
     "kubernetes.cpu_queue": {"kubernetes": {"cpu_queue": "cpus"}},
+    "kubernetes.driver_account": {"kubernetes": {"driver_account": "drivers"}},
     "kubernetes.priority": {"kubernetes": {"priority": "high"}},
     "kubernetes.topology.level": {"kubernetes": {"queue": "gpus", "topology": {"level": "rack"}}},
     "kubernetes.topology.required": {"kubernetes": {"queue": "gpus", "topology": {"level": "block", "required": True}}},

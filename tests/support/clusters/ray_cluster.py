@@ -47,20 +47,29 @@ def shared_cluster(meeting_point: Path) -> Iterator[str]:
             started.returncode = 0  # another worker goes on with it; it ends by itself
 
 
+_STARTS = 4
+"""Ray gives a node thirty seconds to come up, which no variable changes: on a busy machine it is started again."""
+
+
 def _start(meeting_point: Path) -> subprocess.Popen[bytes]:
-    with (meeting_point / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, __file__, str(meeting_point)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=_environment(),
-            start_new_session=True,
-        )
-    while not (meeting_point / "address").exists():
-        assert process.poll() is None, (meeting_point / "log").read_text()
-        time.sleep(0.1)
-    return process
+    text = ""
+    for _ in range(_STARTS):
+        with (meeting_point / "log").open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, __file__, str(meeting_point)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(),
+                start_new_session=True,
+            )
+        while process.poll() is None:
+            if (meeting_point / "address").exists():
+                return process
+            time.sleep(0.1)
+        text = (meeting_point / "log").read_text()
+        assert "timed out during startup" in text, text
+    raise AssertionError(text)
 
 
 def _environment() -> dict[str, str]:
@@ -108,7 +117,7 @@ def _serve(meeting_point: Path) -> None:
                 dashboard_agent_listen_port=port,
                 object_store_memory=100 * 2**20,
             )
-        cluster.wait_for_nodes()
+        cluster.wait_for_nodes(timeout=300)
         address = f"http://127.0.0.1:{ports[0]}"
         _wait_for_jobs(address)
         (meeting_point / "address.new").write_text(address)

@@ -274,6 +274,10 @@ def driver_objects(job: Job, program: KubeObject, stages: Mapping[str, Sequence[
     manifests = new_object(
         CONFIG_MAP, job_metadata(job, fit_name(job.name, f"-stages-{digest}"), DRIVER), immutable=True, data=texts
     )
+    account = job.cluster.on_kubernetes.driver_account
+    driver = _driver_job(job, account or name, manifests["metadata"]["name"], program["metadata"]["name"])
+    if account is not None:
+        return [manifests, driver]
     namespace = job.cluster.on_kubernetes.namespace
     objects = [obj for stage_objects in stages.values() for obj in stage_objects]
     return [
@@ -286,7 +290,7 @@ def driver_objects(job: Job, program: KubeObject, stages: Mapping[str, Sequence[
             roleRef={"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
             subjects=[{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
         ),
-        _driver_job(job, name, manifests["metadata"]["name"], program["metadata"]["name"]),
+        driver,
     ]
 
 
@@ -312,8 +316,8 @@ def _rbac_rule(kind: KubeKind, *verbs: str) -> KubeObject:
     return {"apiGroups": [kind.group], "resources": [kind.plural], "verbs": list(verbs)}
 
 
-def _driver_job(job: Job, name: str, manifests: str, program: str) -> KubeObject:
-    cluster = job.cluster
+def _driver_job(job: Job, account: str, manifests: str, program: str) -> KubeObject:
+    cluster, name = job.cluster, driver_name(job.name)
     words = [f"{PROGRAM_FOLDER}/{PROGRAM_FILE}", "--manifests", MANIFESTS_FOLDER, "--owner", manifests]
     container: KubeObject = {
         "name": DRIVER,
@@ -328,7 +332,7 @@ def _driver_job(job: Job, name: str, manifests: str, program: str) -> KubeObject
         ],
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
-    pod: KubeObject = {"restartPolicy": "Never", "serviceAccountName": name}
+    pod: KubeObject = {"restartPolicy": "Never", "serviceAccountName": account}
     if cluster.on_kubernetes.image_pull_secrets:
         pod["imagePullSecrets"] = [{"name": secret} for secret in cluster.on_kubernetes.image_pull_secrets]
     if cluster.on_kubernetes.cpu_node_selector:

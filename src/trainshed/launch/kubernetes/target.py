@@ -348,9 +348,10 @@ def _check_fabric_devices(api: KubeApi, job: Job) -> Iterator[str]:
 
 
 def _check_service_account(api: KubeApi, job: Job) -> Iterator[str]:
-    account = job.cluster.service_account
-    if account is not None and api.get(SERVICE_ACCOUNT, account) is None:
-        yield f"there is no service account {account} in namespace {api.namespace}"
+    accounts = (job.cluster.service_account, job.cluster.on_kubernetes.driver_account)
+    for account in dict.fromkeys(account for account in accounts if account is not None):
+        if api.get(SERVICE_ACCOUNT, account) is None:
+            yield f"there is no service account {account} in namespace {api.namespace}"
 
 
 def _check_secrets(api: KubeApi, job: Job) -> Iterator[str]:

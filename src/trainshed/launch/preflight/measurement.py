@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,14 @@ from trainshed.launch.fabric import FabricSetup
 from trainshed.launch.preflight.verdict import CheckResult
 from trainshed.launch.ranks import free_port, run_ranks
 from trainshed.launch.rendezvous import KeyValueClient
+from trainshed.observe.nccl_log import (
+    first_matching_line,
+    missing_pattern,
+    network_taken,
+    not_shown,
+    read_logs,
+    rejected_line,
+)
 
 # -P: a file of the user's that is named like a module of Python must not be imported in its place.
 PROBE_COMMAND = (sys.executable, "-P", "-m", "trainshed.engines.torch.fabric_probe")
@@ -162,10 +170,6 @@ def _probe_failure_text(log: str, end_text: str) -> str:
     return f"a probe {end_text}" + (f": {errors[-1][:300]}" if errors else "")
 
 
-_MAX_LOG_BYTES = 4 * 2**20
-_USING_NETWORK = re.compile(r"Using network (.+)$", re.MULTILINE)
-
-
 def nccl_log_environment(folder: Path) -> dict[str, str]:
     """Return the variables that make NCCL log into files of a folder; NCCL fills in host %h and process %p."""
     return {
@@ -177,17 +181,7 @@ def nccl_log_environment(folder: Path) -> dict[str, str]:
 
 def read_nccl_logs(folder: Path) -> str:
     """Return the NCCL logs of this node's probes."""
-    texts = []
-    for file in sorted(folder.glob("nccl-*.log")):
-        with file.open("rb") as log:
-            texts.append(log.read(_MAX_LOG_BYTES).decode(errors="replace"))
-    return "\n".join(texts)
-
-
-def network_taken(log: str) -> str | None:
-    """Return the network that NCCL says it uses, None if it names none."""
-    match = _USING_NETWORK.search(log)
-    return match[1].strip() if match else None
+    return read_logs(str(folder / "nccl-"))
 
 
 def check_fabric(setup: FabricSetup, log: str) -> CheckResult:
@@ -201,27 +195,10 @@ def check_fabric(setup: FabricSetup, log: str) -> CheckResult:
         return CheckResult(
             "fabric", "fail", "NCCL left no log: nothing proves that the fabric is used", measured=measured
         )
-    hint = _plugin_hint(setup)
-    if rejected_line := first_matching_line(log, setup.rejected):
-        return CheckResult("fabric", "fail", f"{setup.fabric} is not used: NCCL says `{rejected_line}`", hint, measured)
-    missing = [pattern for pattern in setup.selected if not re.search(pattern, log, re.MULTILINE)]
-    if missing:
-        network_text = f"it says `Using network {network}`" if network else "it names no network"
-        what = f"{setup.fabric} is not proven: NCCL's log does not show /{missing[0]}/; {network_text}"
-        return CheckResult("fabric", "fail", what, hint, measured)
+    expected = setup.expected_network._replace(rejected=(*setup.rejected, *setup.sharp_rejected))
+    if line := rejected_line(log, expected):
+        return CheckResult("fabric", "fail", f"{setup.fabric} is not used: NCCL says `{line}`", expected.hint, measured)
+    if pattern := missing_pattern(log, expected):
+        what = f"{setup.fabric} is not proven: {not_shown(log, pattern)}"
+        return CheckResult("fabric", "fail", what, expected.hint, measured)
     return CheckResult("fabric", "pass", f"NCCL uses {network or setup.fabric}", measured=measured)
-
-
-def first_matching_line(log: str, patterns: Iterable[str]) -> str | None:
-    """Return the first line that matches one of the patterns, without NCCL's prefix."""
-    for pattern in patterns:
-        if match := re.search(f"^.*(?:{pattern}).*$", log, re.MULTILINE):
-            return re.sub(r"^.*NCCL (INFO|WARN) ", "", match[0]).strip()
-    return None
-
-
-def _plugin_hint(setup: FabricSetup) -> str:
-    network = setup.environment.get("NCCL_NET", "")
-    return (
-        f"is the plugin of {setup.name} {setup.version} in the image (NCCL_NET={network}), and are its devices there?"
-    )

@@ -128,7 +128,8 @@ def check_devices(setup: FabricSetup) -> Iterator[CheckResult]:
         hint = None if verdict == "pass" else f"does the job ask for them, and is the driver of {setup.fabric} loaded?"
         yield CheckResult("fabric devices", verdict, what, hint, {"count": len(devices)})
     for name in ("NCCL_TOPO_FILE", "NCCL_TUNER_CONFIG_PATH"):
-        file = setup.environment.get(name)
+        # The cluster file may name another place than the fabric's setup does.
+        file = os.environ.get(name) or setup.environment.get(name)
         if file is not None and not Path(file).is_file():
             yield CheckResult(
                 "fabric files", "fail", f"{name} names {file}, which is not there", "put it into the image"

@@ -236,6 +236,11 @@ class Kubernetes(Section):
         description="How our code reaches pods: by the bucket that is their store, by ConfigMaps, or installed in the "
         "image; left out: the bucket where there is one, or else ConfigMaps",
     )
+    driver_account: Text | None = Field(
+        None,
+        description="Service account of the driver, which creates one stage after the other; left out: every job makes "
+        "its own with a Role, which takes the right to create roles",
+    )
     pre_pull: bool = Field(False, description="A DaemonSet that pulls the image onto every GPU node beforehand")
 
     def problems(self) -> Iterator[Problem]:

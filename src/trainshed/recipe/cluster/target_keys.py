@@ -296,6 +296,7 @@ KEY_SUPPORT: dict[str, KeySupport] = {
     "kubernetes.namespace": _BY_KUBERNETES,
     "kubernetes.queue": _BY_KUBERNETES,
     "kubernetes.cpu_queue": _BY_KUBERNETES,
+    "kubernetes.driver_account": _BY_KUBERNETES,
     "kubernetes.priority": replace(
         _BY_KUBERNETES,
         needs={

@@ -20,6 +20,11 @@ export TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT-1}"
 export TORCH_FR_DUMP_TEMP_FILE="${TORCH_FR_DUMP_TEMP_FILE-$health/nccl-rank-}"
 export TORCH_NCCL_DEBUG_INFO_TEMP_FILE="${TORCH_NCCL_DEBUG_INFO_TEMP_FILE-$health/nccl-rank-}"
 export TORCH_NCCL_DEBUG_INFO_PIPE_FILE="${TORCH_NCCL_DEBUG_INFO_PIPE_FILE-${TMPDIR:-/tmp}/trainshed-$$-}"
+nccl=
+if [[ -f /job/network.json && -z ${NCCL_DEBUG:-}${NCCL_DEBUG_FILE:-} ]]; then
+  nccl=${TMPDIR:-/tmp}/trainshed-nccl-$$-
+  export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET NCCL_DEBUG_FILE="$nccl%p.log"
+fi
 arguments=(
   --name
   'it'"'"'s $HOME'
@@ -65,6 +70,8 @@ if [[ -f $watcher ]]; then
     --ranks-per-node 8 \
     --torchrun "$torchrun" \
     --quiet-seconds 1800 \
+    --network /job/network.json \
+    --nccl-log "$nccl" \
     {log}>&- &
   watch=$!
 fi
@@ -74,6 +81,10 @@ while true; do
   wait "$torchrun" || code=$?
   [[ -n $interrupted ]] || break
 done
+if [[ -n $nccl ]]; then
+  [[ $code == 0 || -n $requested ]] || grep -hF 'NCCL WARN' "$nccl"*.log 2>/dev/null | tail -n 20 >&"$log" || true
+  rm -f "$nccl"*.log
+fi
 exec {log}>&-
 [[ -z $watch ]] || kill "$watch" 2>/dev/null || true
 rm -f "${TMPDIR:-/tmp}/trainshed-$$-"*.pipe
