@@ -220,7 +220,7 @@ CASES: dict[str, tuple[tuple[str, ...], str, str, str | None]] = {
         (NO_PRESET, CONFIG, "model.config.rope.scaling={kind: linear, factor: 8, original_positions: 9}"),
         "model.config.rope.scaling.original_positions",
         "is not read with `kind: linear`",
-        "delete it, or write `kind: llama3` or `kind: yarn`",
+        "delete it, or write `kind: llama3`, `kind: yarn` or `kind: longrope`",
     ),
     "yarn without the context before it": (
         (NO_PRESET, CONFIG, "model.config.rope.scaling={kind: yarn, factor: 8}"),

@@ -81,7 +81,8 @@ class RopeScaling(Section):
                     hint = "write the context length before the stretch, for example original_positions: 8192"
                 yield Problem((key,), "is missing", hint)
             elif key not in read and written:
-                kinds = " or ".join(f"`kind: {kind}`" for kind, keys in _SCALING_KEYS.items() if key in keys)
+                *others, last = [f"`kind: {kind}`" for kind, keys in _SCALING_KEYS.items() if key in keys]
+                kinds = f"{', '.join(others)} or {last}" if others else last
                 yield Problem((key,), f"is not read with `kind: {self.kind}`", f"delete it, or write {kinds}")
 
 

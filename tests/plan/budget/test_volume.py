@@ -95,7 +95,7 @@ def test_the_size_is_that_of_the_stores_volume_or_of_the_storage() -> None:
 def test_tokens_that_lie_there_are_measured(tmp_path: Path) -> None:
     (tmp_path / "corpus_text_document.bin").write_bytes(bytes(1000))
     tokens = f"data.train=[{{tokens: {tmp_path}/corpus_text_document}}]"
-    recipe = load_recipe("aks-gpt-175b", [tokens, f"store={tmp_path}"])
+    recipe = load_recipe("aks-gpt-175b", [tokens, "data.shards=1", f"store={tmp_path}"])
     cluster = load_cluster("aks-nd-h100-v5", [f"volumes=[{{mount: {tmp_path}, pvc: mine}}]"])
     assert (terms := volume_terms(recipe, cluster)) is not None
     assert terms.tokens_bytes == 1000
