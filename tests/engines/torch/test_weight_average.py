@@ -103,7 +103,7 @@ def test_validation_with_the_average_is_the_same_everywhere_and_leaves_training_
     small_runs: SmallRuns, rank_pool: RankPool, model: str, layout: str
 ) -> None:
     alone, spread, plain = (small_runs.new_folder() for _ in range(3))
-    validated = ("train.steps=7", "train.ema={decay: 0.7, validation: true}")
+    validated = ("train.steps=7", "train.ema={decay: 0.7}")
     for folder, placed, keys in ((alone, ALONE, validated), (spread, layout, validated), (plain, ALONE, validated[:1])):
         assert set(rank_pool.run(train_validating, folder, model, placed, keys, ranks=world_size(placed))) == {0}
     assert difference(events(alone, "validation"), events(spread, "validation"), "loss") <= 1e-9

@@ -74,12 +74,18 @@ def train_skipping(
 
 
 def train_validating(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> int:
-    """Train as one rank and measure the loss on other samples in between; the schema has that for real data only."""
+    """Train as one rank and measure the loss on other samples in between; the schema has that for real data only.
+
+    Where the recipe averages weights, the average is measured.
+    """
     job = small_job(folder, small_recipe(model, overrides), layout)
     measured = job.recipe.data.model_copy(update={"validation_": ValidationSource(every=3, batches=2)})
     other = SyntheticSource(vocab_size=job.config.vocab_size, sequence_length=job.order.sequence_length, seed=99)
     order = DataOrder([other], BatchSchedule(job.order.batch_size(0)))
-    recipe = job.recipe.model_copy(update={"data": measured})
+    train = job.recipe.train
+    if train.ema is not None:
+        train = train.model_copy(update={"ema": train.ema.model_copy(update={"validation": True})})
+    recipe = job.recipe.model_copy(update={"data": measured, "train": train})
     return train_rank(replace(job, recipe=recipe, validations={"validation": order}), run_folder=folder)
 
 
