@@ -34,7 +34,9 @@ def seed_job(recipe: str, cluster: str, folder: Path, *overrides: str) -> Job:
     store = folder / "store"
     store.mkdir(exist_ok=True)
     volumes = f"volumes=[{{mount: {store}, pvc: shared}}]"
-    there = load_cluster(cluster, [f"store={store}", volumes, "storage=null", "fabric=ethernet", IMAGE])
+    # MinIO's cluster names the cards of its fabric, which plain Ethernet has none of.
+    cards = ["environment={}"] if cluster.startswith("minio") else []
+    there = load_cluster(cluster, [f"store={store}", volumes, "storage=null", "fabric=ethernet", IMAGE, *cards])
     return build_job(load_recipe(recipe, overrides), there, offline=True, code=NO_CODE)
 
 
