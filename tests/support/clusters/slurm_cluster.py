@@ -42,7 +42,7 @@ TaskPlugin=task/none
 MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=10
-KillWait=10
+KillWait=30
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
 SelectType=select/cons_tres
