@@ -160,6 +160,13 @@ def test_sequence_parallel_ranks_share_the_tokens_of_a_sequence() -> None:
             "write schedule: gpipe, or a global batch of 8 or more",
         ),
         (
+            {"pp": 2, "micro_batch": 8},
+            (8, 16),
+            "micro_batch",
+            "1f1b fills its 2 stages with as many micro-batches, and a batch of 8 makes 1",
+            "write micro_batch: 4, schedule: gpipe, or a global batch of 16 or more",
+        ),
+        (
             {"pp": 2, "vp": 2, "dp": 2, "micro_batch": 2},
             (8, 20),
             "schedule",

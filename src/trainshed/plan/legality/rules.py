@@ -220,13 +220,27 @@ def check_torch_schedule(layout: RankLayout, model: ModelShape, context: Legalit
 
 def _check_1f1b_micro_batches(layout: RankLayout, batch_sizes: tuple[int, ...]) -> Iterator[Problem]:
     smallest = layout.micro_batches(batch_sizes[0]) if batch_sizes else layout.pp
-    if smallest < layout.pp:
-        yield key_problem(
-            "schedule",
-            f"1f1b fills its {layout.pp} stages with as many micro-batches, and a batch of {batch_sizes[0]} "
-            f"makes {smallest}",
-            f"write schedule: gpipe, or a global batch of {layout.pp * layout.dp * layout.micro_batch} or more",
-        )
+    if smallest >= layout.pp:
+        return
+    shorter = next(
+        (
+            rows
+            for rows in range(layout.micro_batch - 1, 0, -1)
+            if all(size % (layout.dp * rows) == 0 and size // (layout.dp * rows) >= layout.pp for size in batch_sizes)
+        ),
+        None,
+    )
+    ways = [
+        *([f"micro_batch: {shorter}"] if shorter is not None else []),
+        "schedule: gpipe",
+        f"a global batch of {layout.pp * layout.dp * layout.micro_batch} or more",
+    ]
+    yield key_problem(
+        "schedule" if shorter is None else "micro_batch",
+        f"1f1b fills its {layout.pp} stages with as many micro-batches, and a batch of {batch_sizes[0]} "
+        f"makes {smallest}",
+        f"write {', '.join(ways[:-1])}, or {ways[-1]}",
+    )
 
 
 def _check_equal_rounds(layout: RankLayout, batch_sizes: tuple[int, ...]) -> Iterator[Problem]:
