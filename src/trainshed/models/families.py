@@ -7,6 +7,7 @@ Otherwise it is an error that names it.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -28,7 +29,6 @@ from trainshed.models.hf_names import (
     QWEN_MOE_NAMES,
     HfTensorNames,
 )
-from trainshed.models.nearest_family import nearest_family
 from trainshed.plugins import Registry
 from trainshed.recipe import ModelConfig
 from trainshed.recipe.model import FamilyName, family_decoder
@@ -329,6 +329,26 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
 HF_FAMILIES: Registry[HfFamily] = Registry("model family", _BUILT_IN_FAMILIES)
 """By transformers' `model_type`, which is also the name of the family in a recipe."""
 
+# Families that are not here, by the beginning of their `model_type`, and what is nearest to them.
+_NEAREST_FAMILY = {
+    "gemma3n": "gemma3_text",
+    "gemma": "gemma2",
+    "phi": "phi3",
+    "olmo": "olmo2",
+    "nemotron": "nemotron",
+    "gpt": "gpt2",
+    "qwen3": "qwen3",
+    "qwen": "qwen2",
+    "mixtral": "mixtral",
+    "ministral": "mistral",
+    "deepseek_v2": "deepseek_v3",
+    "llama4": "llama4_text",
+    "llama": "llama",
+    "smollm": "llama",
+    "granite": "llama",
+    "yi": "llama",
+}
+
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -434,9 +454,7 @@ class _ConfigReader:
         self.key_locations: dict[KeyPath, str] = {}
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
-            raise self._error(
-                f"`model_type: {as_json(model_type)}` is not a family here", nearest_family(model_type, HF_FAMILIES)
-            )
+            raise self._error(f"`model_type: {as_json(model_type)}` is not a family here", _nearest_family(model_type))
         self._name = model_type
         self._family, self._decoder = HF_FAMILIES[self._name], family_decoder(self._name)
         architectures = config.get("architectures") or [self._family.architecture]
@@ -585,3 +603,15 @@ def _activation_name(config: ModelConfig) -> str:
     if config.activation == "gelu_tanh":
         return "gelu_new" if family_decoder(config.family) == "gpt2" else "gelu_pytorch_tanh"
     return config.activation
+
+
+def _nearest_family(model_type: Any) -> str:
+    """Say which family here is nearest to a `model_type` that is none of them."""
+    names = list(HF_FAMILIES)
+    known = f"known are {', '.join(names)}"
+    if not isinstance(model_type, str):
+        return known
+    begins = [nearest for start, nearest in _NEAREST_FAMILY.items() if model_type.startswith(start)]
+    candidates = [*begins, *difflib.get_close_matches(model_type, names, n=1, cutoff=0.5)]
+    near = next((name for name in candidates if name in names), None)
+    return known if near is None else f"the nearest here is {near}, which computes something else; {known}"

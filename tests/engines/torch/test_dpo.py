@@ -25,9 +25,8 @@ from support.runs.preference_ranks import (
 from support.runs.rank_pool import RankPool
 from support.runs.small_runs import events, state
 from trainshed.engines.torch.batch_loader import LocalBatch
-from trainshed.engines.torch.evaluation_result import EvaluationResult
 from trainshed.engines.torch.optimizer import AdamW
-from trainshed.engines.torch.step import ReferenceModel, StepRunner
+from trainshed.engines.torch.step import EvaluationResult, ReferenceModel, StepRunner
 from trainshed.models.decoder import Regularization
 from trainshed.models.preference_loss import PreferenceRule
 from trainshed.observe.event_text import EventFormatter

@@ -20,11 +20,10 @@ from trainshed.checkpoints.native.best import ValidationRecord
 from trainshed.checkpoints.native.folder import CheckpointListing, find_checkpoint, list_checkpoints
 from trainshed.data.order import run_orders
 from trainshed.data.tokens.token_source import RunTokens, TokenSource, fingerprint_shard
-from trainshed.engines.torch.evaluation_result import EvaluationResult
 from trainshed.engines.torch.model import build_model
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.parallel import single_rank_mesh
-from trainshed.engines.torch.step import StepRunner
+from trainshed.engines.torch.step import EvaluationResult, StepRunner
 from trainshed.engines.torch.validation import early_stop_reason, evaluate_batches
 from trainshed.engines.torch.weights import init_model
 from trainshed.models.decoder import DecoderStage, Regularization

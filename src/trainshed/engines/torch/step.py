@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ from torch.distributed.pipelining.schedules import (
 from trainshed.data.order import format_batch_hash
 from trainshed.engines.torch.batch_loader import LocalBatch
 from trainshed.engines.torch.device_clock import DeviceTimestamp
-from trainshed.engines.torch.evaluation_result import EvaluationResult
 from trainshed.engines.torch.garbage_collection import collect_frozen
 from trainshed.engines.torch.model import ParameterShard, RankModel
 from trainshed.engines.torch.optimizer_registry import RankOptimizer
@@ -153,6 +152,38 @@ class StepMetrics:
     loss_limit: float | None = None
     grad_norm_limit: float | None = None
     """What a spike is above; None where none is looked for, or too few steps are known."""
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The loss of a batch without an update, on all ranks: the mean over its labels (tokens or pairs)."""
+
+    loss: float
+    labelled: int
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Those of `StepMetrics`, where pairs are compared."""
+    stop_signal: int | None = None
+    """The signal that some rank has received."""
+
+    @classmethod
+    def mean(cls, results: Sequence[EvaluationResult]) -> EvaluationResult:
+        """Return the result of several batches together; NaN where nothing has a label.
+
+        A batch weighs as many times the first one as it has labels. Where all have the same number, this is the plain
+        mean of their losses, without any rounding of its own.
+        """
+        weights = [result.labelled / (results[0].labelled or 1) for result in results]
+
+        def mean(values: Sequence[float]) -> float:
+            weighted = (weight * value for weight, value in zip(weights, values, strict=True) if weight)
+            return sum(weighted) / sum(weights) if sum(weights) else float("nan")
+
+        return cls(
+            mean([result.loss for result in results]),
+            sum(result.labelled for result in results),
+            {name: mean([result.rewards[name] for result in results]) for name in results[0].rewards},
+            results[-1].stop_signal,
+        )
 
 
 class PendingMetrics:

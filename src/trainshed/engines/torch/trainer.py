@@ -17,7 +17,6 @@ from trainshed.checkpoints.native.writer import CheckpointWriter
 from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.batch_loader import BatchLoader
 from trainshed.engines.torch.device_clock import DeviceTimestamp
-from trainshed.engines.torch.evaluation_result import EvaluationResult
 from trainshed.engines.torch.garbage_collection import StepGarbageCollector
 from trainshed.engines.torch.learning_rate import decay_span
 from trainshed.engines.torch.profiler import StepProfiler
@@ -26,7 +25,7 @@ from trainshed.engines.torch.rank_health import Watchdog, stop_votes
 from trainshed.engines.torch.rank_timing import RankTimer
 from trainshed.engines.torch.sample_answers import SampleAnswers
 from trainshed.engines.torch.state import StartPoint, runner_state, state_facts
-from trainshed.engines.torch.step import PendingMetrics, StepMetrics, StepRunner
+from trainshed.engines.torch.step import EvaluationResult, PendingMetrics, StepMetrics, StepRunner
 from trainshed.engines.torch.validation import early_stop_reason, evaluate_batches
 from trainshed.errors import TrainshedError
 from trainshed.observe.mfu import measure_mfu

@@ -8,9 +8,8 @@ from __future__ import annotations
 from trainshed.checkpoints.native.best import ValidationRecord
 from trainshed.data.order import DataOrder
 from trainshed.engines.torch.batch_loader import BatchLoader
-from trainshed.engines.torch.evaluation_result import EvaluationResult
 from trainshed.engines.torch.rank_health import NO_STOP_VOTES, stop_votes
-from trainshed.engines.torch.step import StepRunner
+from trainshed.engines.torch.step import EvaluationResult, StepRunner
 from trainshed.recipe.train import EarlyStop
 from trainshed.signals import StopSignals
 
