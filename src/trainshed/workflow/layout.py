@@ -46,7 +46,7 @@ from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import StoreOptions, join, open_store, parse
 from trainshed.workflow.prepare import PreparedRun, store_options
-from trainshed.workflow.runnable import check_adapters, check_export_format, check_groups, check_loss, check_ranks
+from trainshed.workflow.runnable import check_layout, check_model
 
 
 def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
@@ -195,8 +195,7 @@ def check_phases(recipe: Recipe, model: PlannedModel, layout: RankLayout) -> tup
                 where=recipe.where(f"train.phases.{number}" + ("" if own is None else ".layout")),
                 hint=first.hint,
             )
-        check_loss(recipe, used)
-        check_adapters(recipe, phase.config, used)
+        check_layout(recipe, phase.config, used)
         layouts.append(used)
     return tuple(layouts)
 
@@ -531,12 +530,9 @@ def planned_layout(
     )
     if problems:
         raise recipe_error(problems, recipe.places)
-    check_ranks(recipe, chosen.layout.world_size)
-    check_loss(recipe, chosen.layout)
-    check_adapters(recipe, model.config, chosen.layout)
+    check_model(recipe, model.config)
+    check_layout(recipe, model.config, chosen.layout)
     check_phases(recipe, model, chosen.layout)
-    check_groups(recipe, model.config)
-    check_export_format(recipe, model.config)
     for warning in layout_warnings(chosen.layout, model.config, **asked):
         reporter.warn(warning)
     return chosen

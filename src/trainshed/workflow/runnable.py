@@ -1,9 +1,10 @@
 """Whether a recipe can run on a cluster: the one check that every command makes before any work is done.
 
 `run`, `train`, `verify`, `render`, `submit` and the worker call `check_runnable`, so that what one of them refuses all
-refuse, in the same words. It needs neither torch nor the network. What only the architecture or the layout can tell is
-said by the planner's rules (`plan/legality`) and by the adapters of foreign engines (`engines/*`), which every job goes
-through as well. `tests/workflow/test_every_key.py` walks all keys of a recipe and finds each honoured or refused.
+refuse, in the same words. It needs neither torch nor the network. `check_model` and `check_layout` say what only the
+architecture or the layout can tell; the planner's rules (`plan/legality`) and the adapters of foreign engines
+(`engines/*`), which every job goes through as well, say the rest. `tests/workflow/test_every_key.py` walks all keys of
+a recipe and finds each honoured or refused.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from trainshed.engines.megatron.layout_args import uses_fsdp
 from trainshed.errors import InputError, MissingExtra, RecipeError
 from trainshed.launch.job import JobFile
 from trainshed.models.export_support import check_float8, gguf_architecture
@@ -54,7 +56,21 @@ def check_runnable(recipe: Recipe, cluster: Cluster) -> None:
     check_notify_secrets(cluster)
 
 
-def check_ranks(recipe: Recipe, world_size: int) -> None:
+def check_model(recipe: Recipe, config: ModelConfig) -> None:
+    """Refuse what only the architecture can tell: parameter groups without a tensor, formats that cannot hold it."""
+    _check_groups(recipe, config)
+    _check_export_format(recipe, config)
+
+
+def check_layout(recipe: Recipe, config: ModelConfig, layout: RankLayout) -> None:
+    """Refuse what only the layout can tell; whether it is legal at all is a rule of `plan/legality`."""
+    _check_ranks(recipe, layout.world_size)
+    _check_loss(recipe, layout)
+    _check_adapters(recipe, config, layout)
+    _check_foreign_export(recipe, layout)
+
+
+def _check_ranks(recipe: Recipe, world_size: int) -> None:
     """Refuse keys that name ranks which a layout does not have."""
     profile = recipe.observe.profile
     if profile is not None and max(profile.ranks) >= world_size:
@@ -65,7 +81,7 @@ def check_ranks(recipe: Recipe, world_size: int) -> None:
         )
 
 
-def check_loss(recipe: Recipe, layout: RankLayout) -> None:
+def _check_loss(recipe: Recipe, layout: RankLayout) -> None:
     """Refuse a layout that the loss of a plugin cannot be computed on."""
     loss = recipe.train.loss
     rule = registered_class("loss", loss.name if loss is not None else None)
@@ -78,7 +94,7 @@ def check_loss(recipe: Recipe, layout: RankLayout) -> None:
         )
 
 
-def check_adapters(recipe: Recipe, config: ModelConfig, layout: RankLayout) -> None:
+def _check_adapters(recipe: Recipe, config: ModelConfig, layout: RankLayout) -> None:
     """Refuse a layout that cuts what shares a scale in `quantize: nf4`; the rest is a rule of `plan/legality`."""
     lora = recipe.train.lora
     if lora is None or lora.quantize != "nf4" or recipe.engine.name != "torch":
@@ -93,7 +109,7 @@ def check_adapters(recipe: Recipe, config: ModelConfig, layout: RankLayout) -> N
         )
 
 
-def check_groups(recipe: Recipe, config: ModelConfig) -> None:
+def _check_groups(recipe: Recipe, config: ModelConfig) -> None:
     """Refuse patterns of `train.optimizer.groups` that name no trained tensor of the model."""
     groups, lora = recipe.train.optimizer.groups, recipe.train.lora
     if not groups or recipe.engine.name != "torch":
@@ -107,6 +123,31 @@ def check_groups(recipe: Recipe, config: ModelConfig) -> None:
         raise recipe_error(problems, recipe.places)
 
 
+def _check_foreign_export(recipe: Recipe, layout: RankLayout) -> None:
+    """Refuse an export that would fail when the GPUs are done: of checkpoints that are not read here."""
+    if recipe.export is None:
+        return
+    lora = recipe.train.lora
+    if recipe.engine.name == "torchtune" and lora is not None and lora.dora:
+        raise RecipeError(
+            "torchtune saves the magnitudes of DoRA in its own order of heads, and does not say that they are there",
+            where=recipe.where("train.lora.dora"),
+            hint="delete `export`, or write `engine: torch`",
+        )
+    if recipe.engine.name == "nemo":
+        raise RecipeError(
+            f"checkpoints of {recipe.engine.name} are not converted here",
+            where=recipe.where("export"),
+            hint="delete it, or write `engine: torch`, `megatron` or `torchtune`",
+        )
+    if recipe.engine.name == "megatron" and uses_fsdp(layout):
+        raise RecipeError(
+            f"checkpoints of Megatron's FSDP (shard: {layout.shard}) are not converted here",
+            where=recipe.where("export"),
+            hint="write `layout.shard: zero1`, or delete `export`",
+        )
+
+
 def check_publishing(recipe: Recipe, cluster: Cluster) -> None:
     """Refuse an export to the Hub that the jobs of a cluster have no token for."""
     if recipe.publishes and "HF_TOKEN" not in cluster.secrets:
@@ -117,7 +158,7 @@ def check_publishing(recipe: Recipe, cluster: Cluster) -> None:
         )
 
 
-def check_export_format(recipe: Recipe, config: ModelConfig) -> None:
+def _check_export_format(recipe: Recipe, config: ModelConfig) -> None:
     """Refuse a model that cannot be exported as the recipe asks, before it is trained."""
     export = recipe.export
     if export is None:

@@ -28,7 +28,6 @@ from trainshed.engines.launch import (
     launcher_script,
     losses_rank,
 )
-from trainshed.engines.megatron.layout_args import uses_fsdp
 from trainshed.engines.megatron.versions import recipe_version
 from trainshed.errors import InputError, RecipeError
 from trainshed.launch.attempt import PLAN_SCHEMA
@@ -47,12 +46,9 @@ from trainshed.workflow.layout import PlannedRun, check_node_count, plan_on_clus
 from trainshed.workflow.prepare import check_fit_before_submit, store_options
 from trainshed.workflow.resolve import resolve
 from trainshed.workflow.runnable import (
-    check_adapters,
-    check_export_format,
-    check_groups,
-    check_loss,
+    check_layout,
+    check_model,
     check_publishing,
-    check_ranks,
     check_runnable,
     shared_store,
 )
@@ -90,12 +86,8 @@ def build_job(
     model = planned_model(resolved, cluster)
     check_fit_before_submit(resolved, model.config, store_options(cluster), offline=offline)
     planned = plan_on_cluster(resolved, cluster, model, nodes, gpus, despite_memory)
-    check_export(resolved, planned.layout)
-    check_ranks(resolved, planned.layout.world_size)
-    check_loss(resolved, planned.layout)
-    check_adapters(resolved, model.config, planned.layout)
-    check_groups(resolved, model.config)
-    check_export_format(resolved, model.config)
+    check_model(resolved, model.config)
+    check_layout(resolved, model.config, planned.layout)
     check_publishing(resolved, cluster)
     setup = fabric_setup(cluster, nodes=planned.placement.nodes)
     warnings = lint_environment(setup, cluster.environment, cluster.where)
@@ -180,31 +172,6 @@ def _observe_notes(recipe: Recipe, cluster: Cluster) -> Iterator[str]:
 
 def _plugin_notes(recipe: Recipe) -> tuple[str, ...]:
     return tuple(f"{plugin.text()}, travels with the code" for plugin in recipe.plugin_sources)
-
-
-def check_export(recipe: Recipe, layout: RankLayout) -> None:
-    """Refuse an export that would fail when the GPUs are done: of checkpoints that are not read here."""
-    if recipe.export is None:
-        return
-    lora = recipe.train.lora
-    if recipe.engine.name == "torchtune" and lora is not None and lora.dora:
-        raise RecipeError(
-            "torchtune saves the magnitudes of DoRA in its own order of heads, and does not say that they are there",
-            where=recipe.where("train.lora.dora"),
-            hint="delete `export`, or write `engine: torch`",
-        )
-    if recipe.engine.name == "nemo":
-        raise RecipeError(
-            f"checkpoints of {recipe.engine.name} are not converted here",
-            where=recipe.where("export"),
-            hint="delete it, or write `engine: torch`, `megatron` or `torchtune`",
-        )
-    if recipe.engine.name == "megatron" and uses_fsdp(layout):
-        raise RecipeError(
-            f"checkpoints of Megatron's FSDP (shard: {layout.shard}) are not converted here",
-            where=recipe.where("export"),
-            hint="write `layout.shard: zero1`, or delete `export`",
-        )
 
 
 def _plan_text(planned: PlannedRun) -> str:

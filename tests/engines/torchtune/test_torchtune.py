@@ -27,7 +27,7 @@ from trainshed.engines.torchtune.builders import builder_named, builder_of, know
 from trainshed.engines.torchtune.keys import TORCHTUNE_TABLE
 from trainshed.engines.torchtune.versions import torchtune_version
 from trainshed.errors import InputError
-from trainshed.workflow.submit import check_export
+from trainshed.workflow.runnable import check_layout
 
 RECIPE = """
 name: chat
@@ -310,7 +310,7 @@ def test_adapters_that_would_fail_at_their_end_are_named_where_they_are_imported
 def test_an_export_of_adapters_that_nobody_can_read_is_refused_before_they_are_trained() -> None:
     recipe = written(RECIPE, [*ON_PYPI, *LORA[:2], "train.lora.dora=true", "export={}"])
     with pytest.raises(InputError, match="magnitudes of DoRA in its own order of heads"):
-        check_export(recipe, task(*ON_PYPI, *LORA[:2]).layout)
+        check_layout(recipe, model_preset("llama3.1-8b"), task(*ON_PYPI, *LORA[:2]).layout)
 
 
 def test_one_gpu_does_not_clip_the_gradients_of_adapters() -> None:
