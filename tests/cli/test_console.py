@@ -81,7 +81,12 @@ def test_of_many_steps_a_log_gets_the_first_and_the_last(capsys: pytest.CaptureF
 
 def test_a_slow_rate_is_not_rounded_to_nothing() -> None:
     assert figures(3, None, "sizes", 16.0, done=True).endswith("  0.19 sizes/s  in 0:00:16")
-    assert figures(8, None, "layers", 0.01, done=True).endswith("  800 layers/s  in 0.0 s")
+    assert figures(8, None, "layers", 0.5, done=True).endswith("  16 layers/s  in 0.5 s")
+
+
+def test_what_takes_no_time_has_no_rate_and_one_thing_is_not_a_plural() -> None:
+    assert figures(1, 1, "epochs", 0.002, done=True).split() == ["1", "epoch", "in", "less", "than", "0.1", "s"]
+    assert figures(2, 2, "epochs", 4.0, done=True).startswith("  2 epochs")
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -84,8 +84,9 @@ def tell_wait(text: str) -> None:
 
 
 def format_amount(amount: float, unit: str) -> str:
-    """Write an amount for people: bytes in decimal steps, anything else with separators."""
+    """Write an amount for people: bytes in decimal steps, anything else with separators; `unit` is a plural."""
     if unit != "B":
+        unit = unit.removesuffix("s") if amount == 1 else unit
         # A rate below ten a second is often below one.
         return f"{amount:,.0f} {unit}" if amount >= 10 or amount == int(amount) else f"{amount:.2g} {unit}"
     for step in ("B", "kB", "MB", "GB", "TB"):
@@ -115,11 +116,15 @@ def described_names(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 _NARROWEST_DESCRIPTION = 30
+_SHORTEST_RATED = 0.1
+"""Seconds below which a rate is that of the clock."""
 
 
 def figures(amount: float, total: float | None, unit: str, seconds: float, *, done: bool) -> str:
     """Write how far a task is: `43%  1.2 of 2.8 GB  112 MB/s  ETA 0:00:14`, and when done how long it took."""
     rate = amount / max(seconds, 1e-9)
+    if done and seconds < _SHORTEST_RATED:
+        return f"{format_amount(amount, unit):>10}  in less than 0.1 s"
     if done or not total:
         return f"{format_amount(amount, unit):>10}  {format_amount(rate, unit)}/s  in {format_duration(seconds)}"
     left = format_duration((total - amount) / rate) if amount else "?"

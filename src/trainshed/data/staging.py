@@ -184,7 +184,7 @@ class _Stager:
 
     def _copy_all(self, missing: dict[Path, list[_StagedFile]], total: int) -> None:
         with (
-            self._reporter.task(f"stage tokens in {self._root}", total=total, unit="bytes") as task,
+            self._reporter.task(f"stage tokens in {self._root}", total=total, unit="B") as task,
             ThreadPoolExecutor(_PARALLEL_FILES, thread_name_prefix="trainshed-stage") as pool,
         ):
             copies = {
