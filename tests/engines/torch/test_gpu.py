@@ -1,10 +1,11 @@
-"""What only a GPU can show: run by hand with `pytest -m gpu tests/engines/test_gpu.py`; CI has none."""
+"""What only a GPU can show: run by hand with `pytest -m gpu tests/engines/torch`; CI has none."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from support.models.one_process import gradient
 from trainshed.data.prompts import ValidationPrompts
 from trainshed.engines.torch import optimizer
 from trainshed.engines.torch.batch_loader import LocalBatch
@@ -181,15 +182,16 @@ def test_blocks_attend_as_the_plain_mask_does(cp: AxisGroup, window: int | None,
     for mask, block_mask in zip(plain, blocks, strict=True):
         assert isinstance(mask, torch.Tensor)
         shapes = [(mask.shape[-2], 2, 8, 64), (mask.shape[-1], 2, 2, 64), (mask.shape[-1], 2, 2, 64)]
-        here = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-        there = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in here]
-        expected, got = causal_attention(*here, rule, mask), causal_attention(*there, rule, block_mask)
+        q, k, v = here = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+        expected = causal_attention(q, k, v, rule, mask)
+        q, k, v = there = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in here]
+        got = causal_attention(q, k, v, rule, block_mask)
         expected.square().sum().backward()
         got.float().square().sum().backward()
         torch.testing.assert_close(got.float().cpu(), expected, rtol=3e-2, atol=3e-2)
         for x, y in zip(there, here, strict=True):
-            scale = y.grad.abs().max().item()
-            torch.testing.assert_close(x.grad.float().cpu(), y.grad, rtol=5e-2, atol=2e-2 * scale)
+            scale = gradient(y).abs().max().item()
+            torch.testing.assert_close(gradient(x).float().cpu(), y.grad, rtol=5e-2, atol=2e-2 * scale)
 
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
@@ -313,31 +315,36 @@ def test_grouped_products_equal_products_one_by_one() -> None:
     wide = rows.detach().float().requires_grad_()
     together, apart = experts(rows, counts), None
     together.float().square().sum().backward()
-    grads = [parameter.grad.clone() for parameter in experts.parameters()]
+    grads = [gradient(parameter).clone() for parameter in experts.parameters()]
     for parameter in experts.parameters():
         parameter.grad = None
     apart = experts(wide, counts)
     apart.square().sum().backward()
     torch.testing.assert_close(together.float(), apart, rtol=3e-2, atol=3e-2)
-    torch.testing.assert_close(rows.grad.float(), wide.grad, rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(gradient(rows).float(), wide.grad, rtol=5e-2, atol=5e-2)
     for grouped, parameter in zip(grads, experts.parameters(), strict=True):
-        scale = parameter.grad.abs().max().item()
+        scale = gradient(parameter).abs().max().item()
         torch.testing.assert_close(grouped, parameter.grad, rtol=5e-2, atol=2e-2 * scale)
 
 
 @pytest.mark.parametrize("words", [1000, 1003, 1024])
 def test_a_vocabulary_of_any_size_gives_the_loss_of_a_cpu(words: int) -> None:
     torch.manual_seed(0)
-    here = [torch.randn(300, 64).requires_grad_(), (torch.randn(words, 64) / 8).requires_grad_()]
+    hidden, weight = here = [torch.randn(300, 64).requires_grad_(), (torch.randn(words, 64) / 8).requires_grad_()]
     labels, scale = torch.randint(0, words, (300,)), torch.tensor(1 / 300)
-    there = [here[0].detach().to("cuda", torch.bfloat16).requires_grad_(), here[1].detach().cuda().requires_grad_()]
-    expected, _ = linear_cross_entropy(*here, labels, scale, z_loss=1e-3)
-    found, _ = linear_cross_entropy(*there, labels.cuda(), scale.cuda(), z_loss=1e-3)
+    expected, _ = linear_cross_entropy(hidden, weight, labels, scale, z_loss=1e-3)
+    hidden, weight = there = [
+        hidden.detach().to("cuda", torch.bfloat16).requires_grad_(),
+        weight.detach().cuda().requires_grad_(),
+    ]
+    found, _ = linear_cross_entropy(hidden, weight, labels.cuda(), scale.cuda(), z_loss=1e-3)
     expected.backward()
     found.backward()
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-2, atol=0)
     for x, y in zip(there, here, strict=True):
-        torch.testing.assert_close(x.grad.float().cpu(), y.grad, rtol=5e-2, atol=2e-2 * y.grad.abs().max().item())
+        torch.testing.assert_close(
+            gradient(x).float().cpu(), y.grad, rtol=5e-2, atol=2e-2 * gradient(y).abs().max().item()
+        )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -350,7 +357,8 @@ def test_queries_see_what_is_before_them_as_far_as_the_window(compiled: bool, qu
     there = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in here]
 
     def run(inputs: list[torch.Tensor]) -> torch.Tensor:
-        return causal_attention(*inputs, AttentionRule(window))
+        q, k, v = inputs
+        return causal_attention(q, k, v, AttentionRule(window))
 
     found = torch.compile(run, fullgraph=True)(there) if compiled else run(there)
     expected = run(here)
@@ -358,8 +366,8 @@ def test_queries_see_what_is_before_them_as_far_as_the_window(compiled: bool, qu
     found.float().square().sum().backward()
     torch.testing.assert_close(found.float().cpu(), expected, rtol=3e-2, atol=3e-2)
     for x, y in zip(there, here, strict=True):
-        scale = y.grad.abs().max().item()
-        torch.testing.assert_close(x.grad.float().cpu(), y.grad, rtol=5e-2, atol=2e-2 * scale)
+        scale = gradient(y).abs().max().item()
+        torch.testing.assert_close(gradient(x).float().cpu(), y.grad, rtol=5e-2, atol=2e-2 * scale)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -66,6 +66,12 @@ def by_name(model: RankModel) -> dict[str, ParameterShard]:
     return {weight.name: weight for weight in model.shards}
 
 
+def gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the gradient that backward has given a tensor."""
+    assert tensor.grad is not None
+    return tensor.grad
+
+
 def gradients(model: RankModel) -> dict[str, torch.Tensor]:
     """Take the gradients out of a model."""
     found = {weight.name: gradient.clone() for weight in model.shards if (gradient := weight.gradient) is not None}
