@@ -336,7 +336,7 @@ def test_a_checkpoint_with_half_an_adapter_or_something_else_is_refused(tmp_path
     with pytest.raises(InputError, match=r"q_proj.weight` are a \[4, 32\], not a \[4, 32\], b \[32, 4\]"):
         export_adapter(str(run), str(tmp_path / "out"))
     run = save_lora_checkpoint(tmp_path / "x", config, lora(), "hf://a/b", tensors={"layers.0.x": torch.ones(2)})
-    with pytest.raises(InputError, match=r"`layers.0.x` is no adapter of its model"):
+    with pytest.raises(InputError, match=r"`layers.0.x` is not an adapter of its model"):
         export_adapter(str(run), str(tmp_path / "out"))
 
 

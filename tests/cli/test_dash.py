@@ -110,7 +110,7 @@ def test_one_file_is_written_on_demand(here: Path, capsys: pytest.CaptureFixture
     ("arguments", "message"),
     [
         (["nothing"], "there is no such folder, and no such run"),
-        (["--port", "70000"], "--port 70000 is no port"),
+        (["--port", "70000"], "--port 70000 is not a port"),
         (["--host", "no-such-host.invalid", "--port", "0"], "cannot listen at no-such-host.invalid"),
         (["--token", ""], "the token is empty"),
         (["--save", "missing/report.html"], "there is no such folder"),

@@ -161,7 +161,7 @@ def test_what_cannot_be_measured_is_refused_with_a_way_out(
     )
     assert "it has the steps 0 to 49" in refused(capsys, dllogger, "--start", 90)
     assert "--start 5 comes after --end 2" in refused(capsys, dllogger, "--start", 5, "--end", 2)
-    assert "`int7` is no precision" in refused(capsys, dllogger, "--precision", "int7")
+    assert "`int7` is not a precision" in refused(capsys, dllogger, "--precision", "int7")
     assert "there is no model preset `lama3-70b`" in refused(capsys, dllogger, "--model", "lama3-70b")
     assert "--gpus: 0 is not a number of anything" in refused(capsys, dllogger, "--gpus", 0)
     assert "no such run" in refused(capsys, tmp_path / "nothing")

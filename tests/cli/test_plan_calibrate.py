@@ -103,4 +103,4 @@ def test_a_log_whose_batch_is_another_than_the_jobs_is_refused(tmp_path: Path, c
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert "so it is no run" in refused(capsys, tmp_path)
+    assert "so it is not a run" in refused(capsys, tmp_path)

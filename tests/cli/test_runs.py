@@ -126,7 +126,7 @@ def test_every_verb_takes_the_same_names_of_a_run(
 ) -> None:
     run = only_run(here)
     name = called.format(run=run.run, job=f"{run.name}-{run.id}", folder=run.folder)
-    # A folder of that name which is no run, as `recipes copy` makes one for a recipe's scripts.
+    # A folder of that name which is not a run, as `recipes copy` makes one for a recipe's scripts.
     (here / "small").mkdir()
     more = ["--prompt", "one two", "--max-tokens", "2", "--device", "cpu"] if verb == ["generate"] else []
     assert run_cli([*verb, name, *more]) == 0

@@ -26,7 +26,7 @@ GONE = {
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a run in a store that is no cluster's default; no scheduler's program and no kubeconfig is here."""
+    """The folder of a run in a store that no cluster has by default, without a scheduler's program or a kubeconfig."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "no-kubeconfig"))

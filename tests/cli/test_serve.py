@@ -27,7 +27,7 @@ def test_a_port_that_is_taken_is_said_at_once(capsys: pytest.CaptureFixture) -> 
 
 @pytest.mark.parametrize(
     ("option", "value", "sentence"),
-    [("--grace", "-1", "--grace -1.0 is no time"), ("--max-questions", "0", "--max-questions 0 answers nobody")],
+    [("--grace", "-1", "--grace -1.0 is not a time"), ("--max-questions", "0", "--max-questions 0 answers nobody")],
 )
 def test_what_means_nothing_is_refused(
     option: str, value: str, sentence: str, capsys: pytest.CaptureFixture[str]
@@ -39,7 +39,7 @@ def test_what_means_nothing_is_refused(
 @pytest.mark.parametrize(
     ("adapters", "sentence"),
     [
-        (["some/folder"], "--adapter some/folder is no name and address"),
+        (["some/folder"], "--adapter some/folder is not a name and address"),
         (["a=x", "a=y"], "two adapters are called `a`"),
     ],
 )

@@ -227,4 +227,4 @@ def test_a_full_disk_is_told_and_once_there_is_room_the_rerun_completes(
     for shard in ("00000-of-00002", "00001-of-00002"):
         assert contents(small_disk / f"out-{shard}") == contents(tmp_path / f"cut-{shard}")
     if fill == 700_000:
-        assert any("going on behind" in note for note in notes.notes)
+        assert any("going on after" in note for note in notes.notes)

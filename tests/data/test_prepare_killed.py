@@ -117,7 +117,7 @@ def test_kill_9_at_random_points_and_rerun_gives_the_same_bytes(
         assert gone(attempt.workers), "workers must end with the process that started them"
     said += Attempt(corpus, tokenizer_folder("gpt2"), output, 2).finish()
     assert results(tmp_path) == results(expected)
-    assert "going on behind" in said
+    assert "going on after" in said
     assert all(verdict.passed for verdict in verify_tokens(str(output)))
 
 

@@ -50,7 +50,7 @@ def expected(tmp_path: Path, corpus: Path, tokenizer: Tokenizer) -> tuple[bytes,
 
 
 def resumed(notes: Notes) -> bool:
-    return any("going on behind" in note for note in notes.notes)
+    return any("going on after" in note for note in notes.notes)
 
 
 def crash_after(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
@@ -153,7 +153,7 @@ def damages(prefix: Path) -> Iterator[tuple[str, str, bytes]]:
     yield "a mark in the middle is gone", "journal", b"".join(lines[:3] + lines[4:])
     yield "it starts with another key", "journal", b"".join([lines[0].replace(b'"key":"', b'"key":"0'), *lines[1:]])
     yield "it is empty", "journal", b""
-    yield "it is no journal", "journal", os.urandom(500)
+    yield "it is not a journal", "journal", os.urandom(500)
     yield "it is cut in a mark", "journal", b"".join(lines)[:-9]
     for file in ("bin", "lengths"):
         data = Path(f"{prefix}.{file}.partial").read_bytes()
@@ -240,7 +240,7 @@ def test_mending_a_bad_line_in_a_later_file_keeps_the_work_on_earlier_ones(
     notes = Notes()
     prepare_text(corpus, tokenizer, tmp_path / "tokens", reporter=notes)
     assert contents(tmp_path / "tokens") == expected
-    done = next(note for note in notes.notes if "going on behind" in note)
+    done = next(note for note in notes.notes if "going on after" in note)
     files = [(corpus / f"part-{number}.jsonl").read_bytes().count(b"\n") for number in range(2)]
     assert int(done.split("behind ")[1].split()[0]) in range(files[0], sum(files) + 1)
 

@@ -145,4 +145,4 @@ def test_a_rerun_with_bucket_input_goes_on_where_the_local_output_stopped(
     notes = Notes()
     prepare_text(f"s3://{s3_bucket}/corpus", tokenizer, tmp_path / "out", reporter=notes)
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
-    assert any("going on behind" in note for note in notes.notes)
+    assert any("going on after" in note for note in notes.notes)

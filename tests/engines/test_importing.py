@@ -175,7 +175,7 @@ def changed(file: Path, **keys: Any) -> str:
 @pytest.mark.parametrize(
     ("file", "keys", "mistake"),
     [
-        (NEMO, {"model__global_batch_size": 1023, "model__micro_batch_size": 2}, "1023 is no multiple"),
+        (NEMO, {"model__global_batch_size": 1023, "model__micro_batch_size": 2}, "1023 is not a multiple"),
         (NEMO, {"model__optim__name": "distributed_fused_adam"}, "Apex's"),
         (NEMO, {"model__data__data_prefix": [0.5, "/a", 0.2, "/b"]}, "the weights sum to 0.7"),
         (FULL, {"optimizer__fused": True}, "fused AdamW does not work with tensor parallel"),
@@ -225,9 +225,9 @@ def test_kinds_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("just words", "is no configuration that Trainshed reads"),
-        ("a: 1\nb: [2]\n", "is no configuration that Trainshed reads"),
-        ("", "is no configuration that Trainshed reads"),
+        ("just words", "is not a configuration that Trainshed reads"),
+        ("a: 1\nb: [2]\n", "is not a configuration that Trainshed reads"),
+        ("", "is not a configuration that Trainshed reads"),
         ("trainshed: 1\nname: x\n", "is already a recipe"),
         ("name: x\nmodel: {}\ndata: {}\ntrain: {}\n", "is already a recipe"),
     ],

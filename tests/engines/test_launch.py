@@ -110,9 +110,9 @@ def test_an_attempt_that_is_repeated_adds_to_its_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"NODE_RANK": ""}, "NODE_RANK is no number"),
-        ({"NODE_RANK": "a[$(touch hurt)]"}, "NODE_RANK is no number"),
-        ({"TRAINSHED_ATTEMPT": "x[$(touch hurt)]"}, "TRAINSHED_ATTEMPT is no number"),
+        ({"NODE_RANK": ""}, "NODE_RANK is not a number"),
+        ({"NODE_RANK": "a[$(touch hurt)]"}, "NODE_RANK is not a number"),
+        ({"TRAINSHED_ATTEMPT": "x[$(touch hurt)]"}, "TRAINSHED_ATTEMPT is not a number"),
         ({"MASTER_ADDR": ""}, "the address of node 0 is not set"),
     ],
 )

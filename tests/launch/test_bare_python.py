@@ -89,7 +89,7 @@ def test_every_program_starts_under_a_bare_python(version: str, tmp_path: Path) 
     python = bare_python(version)
     (tmp_path / "driver.pyz").write_bytes(driver_program())
     driver = isolated(python, tmp_path / "driver.pyz", "--manifests", tmp_path, "--owner", "x")
-    assert (driver.returncode, driver.stderr.splitlines()[0]) == (2, "error: this is no pod of a cluster")
+    assert (driver.returncode, driver.stderr.splitlines()[0]) == (2, "error: this is not a pod of a cluster")
     job = {"run": str(tmp_path), "grace_seconds": 5, "stages": [{"name": "train", "script": "train.sh", "nodes": 2}]}
     (tmp_path / "job.json").write_text(json.dumps(job))
     ray = isolated(python, script_driver.__file__, "train", "--job", tmp_path)

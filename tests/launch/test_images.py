@@ -249,9 +249,9 @@ def test_a_base_that_nobody_knows_is_asked_for() -> None:
 
 @pytest.mark.parametrize("base", ["a b", "x\nRUN evil", "$(id)", ""])
 def test_no_name_of_an_image_can_add_a_line(base: str) -> None:
-    with pytest.raises(InputError, match="is no image"):
+    with pytest.raises(InputError, match="is not an image"):
         ImageRequest(base=base)
-    with pytest.raises(InputError, match="is no name of an image"):
+    with pytest.raises(InputError, match="is not a name of an image"):
         build_commands(base, ".")
 
 

@@ -61,7 +61,7 @@ def test_a_part_is_told_or_found() -> None:
     assert stage_part(cut, None, {"SLURM_ARRAY_TASK_ID": "1"}) == "1/4"
     assert stage_part(cut, None, {"JOB_COMPLETION_INDEX": "2"}) == "2/4"
     for wrong in ("4/4", "1/3", "x", "1"):
-        with pytest.raises(InputError, match="is no part of tokenise, which has 4"):
+        with pytest.raises(InputError, match="is not a part of tokenise, which has 4"):
             stage_part(cut, wrong, {})
     with pytest.raises(InputError, match="TRAINSHED_PART is not set"):
         stage_part(cut, None, {})
@@ -70,7 +70,7 @@ def test_a_part_is_told_or_found() -> None:
 def test_patience_can_be_changed_by_name() -> None:
     assert AgentTimeouts.from_environment({}) == AgentTimeouts()
     assert AgentTimeouts.from_environment({"TRAINSHED_LOST_SECONDS": "7.5"}).lost_seconds == 7.5
-    with pytest.raises(InputError, match="TRAINSHED_LOST_SECONDS is `soon`, which is no number of seconds"):
+    with pytest.raises(InputError, match="TRAINSHED_LOST_SECONDS is `soon`, which is not a number of seconds"):
         AgentTimeouts.from_environment({"TRAINSHED_LOST_SECONDS": "soon"})
 
 

@@ -35,7 +35,7 @@ def seed_job(name: str) -> Job:
     recipe = load_recipe(name.removesuffix("-ultra").removesuffix("-sharp"))
     image = () if cluster_name.startswith("soperator") or any("image=" in each for each in overrides) else (IMAGE,)
     job = build_job(recipe, load_cluster(cluster_name, (*image, *overrides)), offline=True, code=CODE)
-    # Where this checkout stands is no part of what is proven here, nor is its version.
+    # Where this checkout stands is not a part of what is proven here, nor is its version.
     files = dict(job.files) | {"provenance.json": "{}\n"}
     return replace(job, files=files)
 

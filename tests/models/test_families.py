@@ -315,7 +315,7 @@ def test_what_is_left_out_is_what_transformers_takes() -> None:
         ("llama", {"quantization_config": {"bits": 4}}, "`quantization_config: "),
         ("llama", {"auto_map": {"AutoConfig": "theirs.Config"}}, "`auto_map: "),
         ("llama", {"hidden_act": "gelu_fast"}, "`hidden_act: \"gelu_fast\"`"),
-        ("llama", {"hidden_size": "32"}, "`hidden_size: \"32\"` is no size"),
+        ("llama", {"hidden_size": "32"}, "`hidden_size: \"32\"` is not a size"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "`architectures: "),
         ("llama", {"is_causal": False}, "`is_causal: false`"),
         ("llama", {"sliding_window": 8}, "`sliding_window: 8`"),

@@ -104,7 +104,7 @@ def test_what_torchtune_really_draws_is_read_through_its_bar() -> None:
     reader = LogReader()
     events = reader.feed(text.replace("\n", "\r")) + reader.finish()
     steps = of_kind(events, "step")
-    assert [step["step"] for step in steps] == list(range(8)), "a bar that is drawn again is no new step"
+    assert [step["step"] for step in steps] == list(range(8)), "a bar that is drawn again is not a new step"
     assert (steps[0]["loss"], steps[7]["loss"]) == (7.360164642333984, 4.445037364959717)
     assert steps[0]["step_seconds"] == 2.38
     assert steps[1]["step_seconds"] == pytest.approx(1 / 11.41)

@@ -77,7 +77,7 @@ def test_traces_of_all_engines_are_found_once(tmp_path: Path) -> None:
     newer = write(tmp_path / "torch_profile/rank-0.json.gz", ON_GPU)
     torchtune = write(tmp_path / "profile/iteration_12/r0-2026-1-1-0-0.161.pt.trace.json.gz", ON_GPU)
     assert set(find_traces(tmp_path)) == {ours, megatron, newer, torchtune}
-    assert read_summary(ours).device == "gpu"  # what lies beside it is no summary: it is made again
+    assert read_summary(ours).device == "gpu"  # what lies beside it is not a summary: it is made again
 
 
 def test_a_report_shows_shares_and_kernels(tmp_path: Path) -> None:

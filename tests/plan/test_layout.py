@@ -217,7 +217,7 @@ def test_dp_is_one_or_what_the_world_leaves() -> None:
             6,
             {"tp": 2, "pp": 2},
             "layout",
-            "6 ranks are no multiple of tp 2 · pp 2 · cp 1 = 4",
+            "6 ranks are not a multiple of tp 2 · pp 2 · cp 1 = 4",
             "start 8 ranks, or write a smaller layout",
         ),
         (

@@ -64,7 +64,7 @@ def test_many_answers_at_once_are_those_of_transformers(variant: str, tmp_path: 
     [
         # Heads of latent attention whose part without positions is odd.
         ("deepseek-plain", {"heads": 3, "mla": {"kv_rank": 7, "nope_dim": 3, "rope_dim": 2, "value_dim": 9}}),
-        # Matrices of experts whose rows are no multiple of 16 bytes.
+        # Matrices of experts whose rows are not a multiple of 16 bytes.
         ("qwen3_moe", {"heads": 7, "kv_heads": 1, "hidden": 21, "moe": {"experts": 3, "top_k": 2, "ffn": 5}}),
     ],
 )

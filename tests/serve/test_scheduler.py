@@ -174,7 +174,7 @@ def test_weights_that_are_no_numbers_are_told_and_not_answered() -> None:
     with generating(chunk) as generator:
         broken, sound = begin(generator, [1, 7], max_tokens=4), begin(generator, [1, 2], max_tokens=4, top_k=1)
         assert isinstance(failed := broken.wait().end, GenerationFailed)
-        assert "are no numbers" in failed.reason
+        assert "are not numbers" in failed.reason
         assert sound.wait().end == GenerationFinished("length")
         assert generator.failure() is None
 

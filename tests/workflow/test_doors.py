@@ -191,7 +191,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_trained
 ) -> None:
     (here / "taken").write_text("a file")
     for door in ("run", "train"):
-        assert "taken is no folder" in said(capsys, door, "recipe.yaml", f"{key}=taken/weights")
+        assert "taken is not a folder" in said(capsys, door, "recipe.yaml", f"{key}=taken/weights")
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     text = said(capsys, "run", "recipe.yaml", f"{key}=closed/weights")
     assert key in text

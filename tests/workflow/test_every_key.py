@@ -450,7 +450,7 @@ def leaves() -> list[str]:
 
 def test_the_walk_knows_every_key_of_a_recipe() -> None:
     assert sorted(set(leaves()) - set(CHANGES)) == [], "say in CHANGES how each is changed"
-    assert sorted(set(CHANGES) - set(leaves())) == [], "these are no keys"
+    assert sorted(set(CHANGES) - set(leaves())) == [], "these are not keys"
 
 
 @dataclass(frozen=True)

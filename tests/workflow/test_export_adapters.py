@@ -148,7 +148,7 @@ def test_a_base_that_has_changed_since_is_not_merged(run: tuple[Recipe, Path, Ba
         (["export.format=megatron"], "export.format", "adapters are exported for PEFT", "`merge: true`"),
         (["serve={engine: vllm}"], "export", "vllm is given whole weights", "`export: {merge: true}`"),
         (["serve={adapters: {talks: /a}}"], "serve.adapters.talks", "themselves have this name", "choose another"),
-        (["serve={adapters: {'a=b': /a}}"], "serve.adapters", "`a=b` is no name of an adapter", "letters"),
+        (["serve={adapters: {'a=b': /a}}"], "serve.adapters", "`a=b` is not a name of an adapter", "letters"),
         (
             ["serve={engine: vllm, adapters: {a: 's3://b/a'}}", "export.merge=true"],
             "serve.adapters.a",

@@ -162,7 +162,7 @@ def test_scripts_beside_the_recipe_travel_with_it(tmp_path: Path) -> None:
         (["layout={dp: 2}"], {"nodes": 9}, "9 nodes, and the cluster laptops has 4 at most"),
         (["layout={dp: 4}"], {"nodes": 3}, "the 4 ranks of .* do not fill 3 nodes evenly"),
         (["layout={tp: 8}"], {"nodes": 1}, "tp: 8"),
-        (["layout={dp: 2}", "store=s3://bucket/x"], {}, "is no path that every node mounts"),
+        (["layout={dp: 2}", "store=s3://bucket/x"], {}, "is not a path that every node mounts"),
     ],
 )
 def test_what_could_not_run_there_is_refused_before_it_is_submitted(

@@ -125,7 +125,7 @@ class FabricSetupPart(Section):
 
     source: Text | None = Field(None, description="Where it is published")
     fill: dict[str, str] = Field(default_factory=dict, description="What `{name}` stands for")
-    environment: dict[str, str] = Field(default_factory=dict, description="Of the job, set behind the profile script")
+    environment: dict[str, str] = Field(default_factory=dict, description="Of the job, set after the profile script")
     sharp_environment: dict[str, str] = Field(default_factory=dict, description="The same, only where `sharp` is asked")
     library_path: TextList = Field((), description="In front of LD_LIBRARY_PATH")
     libraries: TextList = Field((), description="What the image must hold, as the loader names it; `a|b`: one of them")

@@ -203,7 +203,7 @@ def _table_damage(folder: Path) -> Iterator[str]:
             for index, info in table["storage_data"].items()
         ]
     except (AttributeError, KeyError, TypeError) as error:
-        yield f"{METADATA} is no table of a checkpoint: {error!r}"
+        yield f"{METADATA} is not a table of a checkpoint: {error!r}"
         return
     for name, start, length, key in sorted(items):
         if not (folder / name).is_file():

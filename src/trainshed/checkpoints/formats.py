@@ -67,7 +67,7 @@ class TargetFormat:
         sizes = {key: value for key, value in given.items() if isinstance(value, int)}
         wrong = [f"--{_flag(key)} {size}" for key, size in sizes.items() if size < 1]
         if wrong:
-            raise InputError(f"{', '.join(wrong)} is no size", hint="write whole numbers from 1 up")
+            raise InputError(f"{', '.join(wrong)} is not a size", hint="write whole numbers from 1 up")
         foreign = [key for key in ("format", "spec", "vocab_divisible_by") if given[key] is not None]
         if foreign and self.to != "megatron":
             shown = ", ".join(f"--{_flag(key)} {given[key]}" for key in foreign)

@@ -226,7 +226,7 @@ def _difference(mirrored: MirroredCheckpoint, arrived: tuple[FileEntry, ...]) ->
 
 
 def _remove_old(bucket: Store, folder: str, keep: int | None) -> None:
-    """Remove all but the newest `keep`, the manifest first: what is left of an interrupted removal is no checkpoint."""
+    """Remove all but the newest `keep`, the manifest first: what an interruption leaves is not a checkpoint."""
     here = (checkpoint for checkpoint in mirrored_checkpoints(bucket) if checkpoint.folder == folder)
     mirrored = sorted(here, key=lambda checkpoint: checkpoint.step)
     for old in mirrored[: -keep if keep is not None else 0]:

@@ -59,7 +59,7 @@ class Float8Rows:
     bound_text = "1/17 of a value, or 1/1024 of its row's scale"
 
     def other_dtype(self, parameter: Parameter) -> torch.dtype | None:
-        """Return bfloat16 for what is no matrix of a layer."""
+        """Return bfloat16 for what is not a matrix of a layer."""
         return None if parameter.layer is not None and len(parameter.shape) == 2 else torch.bfloat16
 
     def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +88,7 @@ class GgufBlocks:
     bound_text = "0.5621 of the largest value of its block / 127"
 
     def other_dtype(self, parameter: Parameter) -> torch.dtype | None:
-        """Return float32 for vectors, and float16, as llama.cpp does, for rows that are no whole blocks."""
+        """Return float32 for vectors, and float16, as llama.cpp does, for rows that are not whole blocks."""
         if len(parameter.shape) == 1:
             return torch.float32
         return None if parameter.shape[-1] % BLOCK == 0 else torch.float16
@@ -153,7 +153,7 @@ class RoundedWeights:
         error = (rounded - rows).abs()
         share = float(torch.where(error == 0, error, error / self._scheme.bound(rows)).max()) if rows.numel() else 0.0
         with self._lock:
-            # A value that is no number is further off than any bound.
+            # A value that is not a number is further off than any bound.
             self.largest_share = max(self.largest_share, share if share == share else float("inf"))
         return rounded.view(box.shape)[..., columns].to(dtype)
 

@@ -181,7 +181,7 @@ def read_torch_save(path: Path, start: int = 0, length: int | None = None) -> To
     except FileNotFoundError:
         raise NotFound(f"there is no {path.name}", where=str(path.parent), hint="fetch the checkpoint again") from None
     except (zipfile.BadZipFile, KeyError, EOFError, struct.error):
-        raise CorruptData("is no file of torch.save, or only its beginning", where=str(path), hint=_AGAIN) from None
+        raise CorruptData("is not a file of torch.save, or only its beginning", where=str(path), hint=_AGAIN) from None
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class Weights(Protocol):
 
     @property
     def dtypes(self) -> list[str]:
-        """The dtypes of the stored weights, by torch's names; what is no weight (`Parameter.buffer`) does not count."""
+        """The dtypes of the stored weights, by torch's names, without what is not a weight (`Parameter.buffer`)."""
         ...
 
     def read(
@@ -75,7 +75,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def stored_dtype(parameter: Parameter | HfTensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a tensor of a model in `dtype`: that, and float32 or better for what is no weight."""
+    """Return the dtype of a tensor of a model in `dtype`: that, and float32 or better for what is not a weight."""
     import torch
 
     return torch.promote_types(dtype, torch.float32) if parameter.buffer else dtype

@@ -94,7 +94,9 @@ def evaluate(
     from trainshed.workflow.known_runs import checkpoint_address, find_run
 
     if at_least is not None and not 0 < at_least <= 1:
-        raise InputError(f"--at-least {at_least} is no share", hint="write a number over 0 and up to 1, such as 0.67")
+        raise InputError(
+            f"--at-least {at_least} is not a share", hint="write a number over 0 and up to 1, such as 0.67"
+        )
     for name, number in (("limit", limit), ("answer-tokens", answer_tokens), ("sequence-length", sequence_length)):
         if number is not None and number < 1:
             raise InputError(f"--{name} {number} measures nothing", hint="write 1 or more")

@@ -123,7 +123,7 @@ def _run_cpu_stage(stage: str, job: Path, part: str) -> int:
 
     number, _, parts = part.partition("/")
     if not (number.isdecimal() and parts.isdecimal() and int(number) < int(parts)):
-        raise InputError(f"`{part}` is no part of a stage", where="--part", hint="write for example --part 0/4")
+        raise InputError(f"`{part}` is not a part of a stage", where="--part", hint="write for example --part 0/4")
     run_stage(stage, job, part=int(number), parts=int(parts), reporter=reporter())
     return 0
 

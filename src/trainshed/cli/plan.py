@@ -358,7 +358,7 @@ def _probe_text(measured: MachineMeasurements, reached: dict[str, float], writte
         if (best := measured.best_tflops(dtype)) is not None:
             lines.append(f"    {'best':<22} {dtype:<5} {best:>8.4g}{share(dtype)}")
     if measured.kind == "cuda":
-        lines.append("    called one behind the other from Python: small shapes wait for the host")
+        lines.append("    called one after the other from Python: small shapes wait for the host")
     lines.append("  attention, causal             forward  backward")
     lines += [
         f"    {f'{one.sequence_length} tokens, {one.heads} x {one.head_dim}':<22} {one.dtype:<5} "

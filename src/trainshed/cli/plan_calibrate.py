@@ -134,7 +134,7 @@ def _from_run(folder: Path, flags: PlanFlags) -> _LearntCalibration:
     from trainshed.storage import LocalStore
 
     if not (folder / RECIPE_FILE).is_file():
-        raise InputError("holds no recipe.yaml, so it is no run", where=str(folder), hint="write STORE/runs/NAME/ID")
+        raise InputError("holds no recipe.yaml, so it is not a run", where=str(folder), hint="write STORE/runs/NAME/ID")
     unwanted = [f"--{name.replace('_', '-')}" for name in _LOG_FLAGS if getattr(flags, name) is not None]
     if unwanted or flags.overrides:
         raise InputError(
@@ -228,7 +228,7 @@ def _engine_of(measured: MeasuredRun, path: Path) -> str:
 
     if measured.kind not in _ENGINES:
         raise InputError(
-            f"{path} is a log of {measured.kind}, which is no engine here",
+            f"{path} is a log of {measured.kind}, which is not an engine here",
             where="--engine",
             hint="write --engine with the one that its factor is for",
         )

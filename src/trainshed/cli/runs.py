@@ -170,7 +170,7 @@ def logs(
     try:
         wanted = re.compile(grep) if grep is not None else None
     except re.error as error:
-        raise InputError(f"`{grep}` is no regular expression: {error}", where="--grep") from None
+        raise InputError(f"`{grep}` is not a regular expression: {error}", where="--grep") from None
     for line in open_run(run, on=on).logs(stage, rank=rank, attempt=attempt, follow=follow):
         if wanted is None or wanted.search(line):
             sys.stdout.write(line.rstrip("\n") + "\n")

@@ -176,7 +176,7 @@ def _named_adapters(written: tuple[str, ...]) -> dict[str, str]:
     for text in written:
         name, separator, address = text.partition("=")
         if not (name and separator and address):
-            raise InputError(f"--adapter {text} is no name and address", hint="write --adapter NAME=ADDRESS")
+            raise InputError(f"--adapter {text} is not a name and address", hint="write --adapter NAME=ADDRESS")
         if name in adapters:
             raise InputError(f"two adapters are called `{name}`", hint="give each a name of its own")
         adapters[name] = address
@@ -195,7 +195,7 @@ def read_api_key(variable: str | None) -> str | None:
 
 def _checked_seconds(option: str, value: float) -> float:
     if not 0 <= value < float("inf"):
-        raise InputError(f"{option} {value} is no time", hint="write seconds, 0 or more")
+        raise InputError(f"{option} {value} is not a time", hint="write seconds, 0 or more")
     return value
 
 

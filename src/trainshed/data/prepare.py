@@ -302,7 +302,7 @@ class _Preparation:
             )
             if writer.progress.counts.documents:
                 self._reporter.note(
-                    f"{job.prefix}: going on behind {writer.progress.counts.documents:,} documents done earlier"
+                    f"{job.prefix}: going on after {writer.progress.counts.documents:,} documents done earlier"
                 )
         else:
             store, path = open_store(job.prefix, self._options)

@@ -116,7 +116,7 @@ def detect_engine(text: str, name: str) -> ForeignEngine:
         return "nemo"
     if _MEGATRON_PATTERN.search(text):
         return "megatron"
-    raise InputError("is no configuration that Trainshed reads", where=name, hint=f"give {READABLE_FILES}")
+    raise InputError("is not a configuration that Trainshed reads", where=name, hint=f"give {READABLE_FILES}")
 
 
 class ConfigImport:

@@ -404,8 +404,8 @@ def _identity_lines(site: EngineSite) -> Iterator[str]:
     yield "attempt=${TRAINSHED_ATTEMPT:-}"
     yield "[[ -n $attempt || ! ${SLURM_RESTART_COUNT:-0} =~ ^[0-9]+$ ]] || attempt=$((${SLURM_RESTART_COUNT:-0} + 1))"
     # Checked before bash counts with them: arithmetic would run a command that hides in a variable.
-    yield '[[ $node =~ ^[0-9]+$ ]] || { echo "NODE_RANK is no number: ${node:-not set}" >&2; exit 2; }'
-    yield '[[ $attempt =~ ^[0-9]+$ ]] || { echo "TRAINSHED_ATTEMPT is no number: $attempt" >&2; exit 2; }'
+    yield '[[ $node =~ ^[0-9]+$ ]] || { echo "NODE_RANK is not a number: ${node:-not set}" >&2; exit 2; }'
+    yield '[[ $attempt =~ ^[0-9]+$ ]] || { echo "TRAINSHED_ATTEMPT is not a number: $attempt" >&2; exit 2; }'
     yield ': "${MASTER_ADDR:?the address of node 0 is not set}" "${MASTER_PORT:?the port of node 0 is not set}"'
     yield f"folder={shlex.quote(f'{site.run_folder}/logs')}/$(printf 'attempt-%04d' \"$((10#$attempt))\")"
     yield f"health={shlex.quote(f'{site.run_folder}/health')}/${{folder##*/}}"

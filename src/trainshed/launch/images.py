@@ -64,7 +64,9 @@ class ImageRequest:
                     f"`{given}` is not known", where=f"--{key}", hint=f"one of {', '.join(get_args(kinds))}"
                 )
         if self.base is not None and not _IMAGE_REFERENCE.fullmatch(self.base):
-            raise InputError(f"`{self.base}` is no image", where="--base", hint="write for example registry/name:tag")
+            raise InputError(
+                f"`{self.base}` is not an image", where="--base", hint="write for example registry/name:tag"
+            )
         if self.gpu == "rocm" and self.engine == "nemo":
             raise InputError("NeMo's image is for NVIDIA's GPUs", where="--gpu", hint="--engine megatron or torch")
         if self.gpu == "rocm" and self.fabric in _ONLY_NVIDIA:
@@ -333,7 +335,7 @@ def _is_usable(tool: BuildTool) -> bool:
 def build_commands(tag: str, folder: str, *, tool: BuildTool = "docker", push: bool = False) -> list[list[str]]:
     """Return the commands that build an image from the folder of its Containerfile, and push it."""
     if not _IMAGE_REFERENCE.fullmatch(tag):
-        raise InputError(f"`{tag}` is no name of an image", where="TAG", hint="write registry/name:tag")
+        raise InputError(f"`{tag}` is not a name of an image", where="TAG", hint="write registry/name:tag")
     file = f"{folder}/{CONTAINERFILE}"
     if tool == "kaniko":
         where = (

@@ -98,8 +98,8 @@ def slurm_page(cluster: Cluster, page: Page, run: str, port: int) -> RemoteComma
 
     The dashboard reads its token from the first line of its input: whoever lists processes does not see it.
 
-    It is no step of a job: the files are on a disk that the login node sees, so that the page needs no allocation and
-    opens when the job has ended, too. The server ends with the connection: it waits for the end of its input.
+    It is not a step of a job: the files are on a disk that the login node sees, so that the page needs no allocation
+    and opens when the job has ended, too. The server ends with the connection: it waits for the end of its input.
     """
     login = cluster.on_slurm.login
     if login is None:

@@ -123,7 +123,7 @@ def stage_part(stage: Stage, written: str | None, environment: Mapping[str, str]
         number, _, parts = written.partition("/")
         if not number.isdecimal() or parts != str(stage.parts) or int(number) >= stage.parts:
             raise InputError(
-                f"`{written}` is no part of {stage.name}, which has {stage.parts}",
+                f"`{written}` is not a part of {stage.name}, which has {stage.parts}",
                 where="--part",
                 hint=f"write 0/{stage.parts} to {stage.parts - 1}/{stage.parts}",
             )
@@ -160,7 +160,7 @@ class AgentTimeouts:
                     changed[field.name] = float(environment[name])
                 except ValueError:
                     raise InputError(
-                        f"{name} is `{environment[name]}`, which is no number of seconds", where="the environment"
+                        f"{name} is `{environment[name]}`, which is not a number of seconds", where="the environment"
                     ) from None
         return cls(**changed)
 

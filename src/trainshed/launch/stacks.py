@@ -101,6 +101,7 @@ def parse_stacks(printed: bytes) -> list[RankStack]:
             stacks += [RankStack(**stack) for stack in body["ranks"]]
         except (orjson.JSONDecodeError, KeyError, TypeError):
             raise TrainshedError(
-                "a node has answered with something that is no list of stacks", where=line[:80].decode(errors="replace")
+                "a node has answered with something that is not a list of stacks",
+                where=line[:80].decode(errors="replace"),
             ) from None
     return stacks

@@ -3,7 +3,7 @@
 Without them every micro-batch casts every weight again, and each one in flight keeps its own copies for backward. With
 them AdamW writes a new weight in both dtypes in one pass. What anybody else writes (another optimizer, a checkpoint, an
 average put in place of the weights) is copied before the next forward pass: PyTorch counts the writes of a tensor
-(`_version`), and every update marks all copies as stale whose weights it may have written behind that count.
+(`_version`), and every update marks as stale the copies of all weights that it may have written uncounted.
 """
 
 from __future__ import annotations

@@ -473,7 +473,7 @@ class _ConfigReader:
                 type(config[native_key]) is not int or config[native_key] < 1
             ):
                 raise self._error(
-                    f"`{hf_key}: {as_json(config[native_key])}` is no size", "write a whole number from 1 up"
+                    f"`{hf_key}: {as_json(config[native_key])}` is not a size", "write a whole number from 1 up"
                 )
         if "activation" in self._family.keys:
             config["activation"] = self._activation(self._family.keys["activation"])

@@ -88,7 +88,7 @@ class EvaluationRecord:
         """Read what `to_bytes` gave; raises `ValueError` for anything else."""
         body = orjson.loads(data)
         if not isinstance(body, dict) or body.pop("schema", None) != EVALUATION_SCHEMA:
-            raise ValueError("is no evaluation that this Trainshed reads")
+            raise ValueError("is not an evaluation that this Trainshed reads")
         try:
             return cls(**body)
         except TypeError as error:

@@ -184,7 +184,7 @@ def read_nccl_dump(content: bytes, where: str) -> tuple[list[CollectiveRecord], 
         ]
         return parse_collectives(trace["entries"], groups), groups
     except (pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CorruptData(f"this is no dump of PyTorch's flight recorder: {error}", where=where) from None
+        raise CorruptData(f"this is not a dump of PyTorch's flight recorder: {error}", where=where) from None
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -249,7 +249,7 @@ def _data_parallel(layout: Layout, world_size: int | None) -> int:
     if layout.dp is None:
         if world_size % ranks:
             raise InputError(
-                f"{world_size} ranks are no multiple of {product} = {ranks}",
+                f"{world_size} ranks are not a multiple of {product} = {ranks}",
                 where="layout",
                 hint=f"start {-(-world_size // ranks) * ranks} ranks, or write a smaller layout",
             )

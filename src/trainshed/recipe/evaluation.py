@@ -106,7 +106,7 @@ def evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
         what = "only at the end" if every is None else f"every {every} steps"
         yield Problem(
             ("eval", "every"),
-            f"checkpoints are written {what}, and {section.every} is no multiple of that",
+            f"checkpoints are written {what}, and {section.every} is not a multiple of that",
             f"write `checkpoint.every: {section.every}`",
         )
     if VALIDATION in (section.perplexity or ()):

@@ -18,11 +18,11 @@ from trainshed.recipe.yaml_io import KeyPath
 _SECRET_NAME = re.compile(
     r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CONNECTION_STRING|(^|_)(TOKEN|API_?KEY|CREDENTIALS?|PAT|SAS)(_|$)|_KEY(_ID)?$"
 )
-# Options are of all kinds of programs: `--eod-token` and `--text-key` are no secrets.
+# Options are of all kinds of programs: `--eod-token` and `--text-key` are not secrets.
 _SECRET_OPTION = re.compile(r"SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|ACCESS_?(KEY|TOKEN)|^TOKEN$|HF_TOKEN")
 _PLACE_NAME = re.compile(r"_(FILE|PATH|DIR|FOLDER|HOME|URL|NAME)$")
 _HASH_NAME = re.compile(r"SHA|HASH|DIGEST|COMMIT|REVISION|VERSION|UUID")
-# Values that are no secret whatever the name: nothing, a switch, a number, a path, a reference of the shell.
+# Values that are not secrets whatever the name: nothing, a switch, a number, a path, a reference of the shell.
 _PLAIN_VALUE = re.compile(r"|true|false|yes|no|on|off|none|auto|[-+.0-9]{1,12}|[/.~$][^\s]*|\$\(.*\)", re.IGNORECASE)
 
 _SHAPES = {

@@ -148,7 +148,7 @@ class ScheduledRequest:
 # Logits of so many tokens of a prompt are computed at a time: each is as long as the vocabulary.
 _LOGPROB_ROWS = 128
 _NOT_FINITE = (
-    "the scores of the model are no numbers: its weights are broken, or too large for its dtype "
+    "the scores of the model are not numbers: its weights are broken, or too large for its dtype "
     "(try --dtype bf16 or fp32)"
 )
 SampledTokens = list[tuple[ScheduledRequest, SampledToken]]

@@ -75,7 +75,7 @@ def parse(text: str) -> Address:
     if scheme not in SCHEMES:
         better = _MISTAKEN_SCHEMES.get(scheme)
         raise AddressError(
-            f"'{scheme}://' is no kind of store",
+            f"'{scheme}://' is not a kind of store",
             where=text,
             hint=f"write {better or 'one of ' + _examples()}",
         )
@@ -158,7 +158,7 @@ def _bucket_address(text: str, scheme: str, rest: str) -> Address:
         return Address(scheme, f"{account}/{container}", _object_path(text, path))
     bucket, _, path = rest.partition("/")
     if not _BUCKET.fullmatch(bucket):
-        raise AddressError(f"'{bucket}' is no bucket name", where=text, hint=f"write {scheme}://bucket/path")
+        raise AddressError(f"'{bucket}' is not a bucket name", where=text, hint=f"write {scheme}://bucket/path")
     return Address(scheme, bucket, _object_path(text, path))
 
 

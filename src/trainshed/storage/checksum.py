@@ -69,7 +69,7 @@ def algorithm_of(checksum: str) -> ChecksumAlgorithm:
     for known in get_args(ChecksumAlgorithm):
         if name == known:
             return known
-    raise ValueError(f"{checksum!r} is no checksum of ours")
+    raise ValueError(f"{checksum!r} is not a checksum of ours")
 
 
 def is_checksum(text: object) -> bool:

@@ -194,7 +194,7 @@ class ObjectStore:
             with self._translated_errors(path):
                 return _object_info(obstore.head(self._client, path))
         except NotFound as error:
-            if "bucket" in error.what:  # its absence is no statement about the object
+            if "bucket" in error.what:  # its absence is not a statement about the object
                 raise
             return None
 

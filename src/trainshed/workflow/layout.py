@@ -359,7 +359,7 @@ def _node_placement(
     if gpus is not None:
         if gpus > machine.gpus and gpus % machine.gpus:
             raise InputError(
-                f"{gpus} GPUs are no whole number of {machine.name} nodes with {machine.gpus} each",
+                f"{gpus} GPUs are not a whole number of {machine.name} nodes with {machine.gpus} each",
                 where=where,
                 hint=f"write {gpus // machine.gpus * machine.gpus} or {-(-gpus // machine.gpus) * machine.gpus}",
             )

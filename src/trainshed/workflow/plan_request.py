@@ -191,7 +191,7 @@ def requested_gpu_counts(
         if count > per_node and count % per_node:
             machine = hardware.machine or hardware.gpu_name
             raise InputError(
-                f"{count} GPUs are no whole number of {machine} machines with {per_node} each",
+                f"{count} GPUs are not a whole number of {machine} machines with {per_node} each",
                 where=where,
                 hint=f"write {count // per_node * per_node} or {-(-count // per_node) * per_node}",
             )

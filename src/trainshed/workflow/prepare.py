@@ -163,7 +163,7 @@ def refuse_tokenizer_of_export(recipe: Recipe, tokenizer: Tokenizer) -> None:
 
 
 def _with_added_tokens(recipe: Recipe, tokenizer: Tokenizer | None) -> Tokenizer | None:
-    """Return the tokenizer with the tokens that the recipe adds; raises where they are no further tokens of it."""
+    """Return the tokenizer with the tokens that the recipe adds; raises where they are not further tokens of it."""
     texts = recipe.model.added_tokens
     if tokenizer is None or not texts:
         return tokenizer
@@ -285,7 +285,7 @@ def inspect_recipe(
     options = store_options(cluster)
     resolved, store = resolve(recipe, options), store_root(recipe, cluster)
     tokenizer = load_tokenizer(resolved.tokenizer, options) if isinstance(resolved.tokenizer, str) else None
-    _with_added_tokens(resolved, tokenizer)  # raises where they are no further tokens of it
+    _with_added_tokens(resolved, tokenizer)  # raises where they are not further tokens of it
     artefacts = DataArtefacts(resolved, store, make=False, tokenizer=tokenizer, options=options, reporter=reporter)
     return [
         artefacts.inspect(source, label, rows=rows, samples=samples)

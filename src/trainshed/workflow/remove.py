@@ -66,7 +66,7 @@ class RunRemoval:
         self.run.folder.replace(gone)
         if self.apart is not None:
             store, folder = self.apart
-            # `latest` first, and manifests before what they list: half of it is no checkpoint.
+            # `latest` first, and manifests before what they list: half of it is not a checkpoint.
             paths = sorted((info.path for info in store.list(folder)), key=_removal_order)
             for path in paths:
                 store.delete(path)

@@ -157,7 +157,9 @@ def _flag_facts(facts: TrainingFacts, flags: MetricsFlags) -> tuple[TrainingFact
             raise InputError(f"the run's folder says {own}, not {written}", where=flag, hint="leave it out")
     if flags.precision is not None and flags.precision not in DenseTflops.model_fields:
         known_precisions = ", ".join(DenseTflops.model_fields)
-        raise InputError(f"`{flags.precision}` is no precision", where="--precision", hint=f"one of {known_precisions}")
+        raise InputError(
+            f"`{flags.precision}` is not a precision", where="--precision", hint=f"one of {known_precisions}"
+        )
     notes: list[str] = []
     if flags.gpu is not None:
         known = find_gpu(flags.gpu)

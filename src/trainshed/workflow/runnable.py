@@ -188,7 +188,7 @@ def _unwritable(path: Path) -> str | None:
     """Say why nothing can be written to a folder that may not be there yet; None where nothing speaks against it."""
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not there.is_dir():
-        return f"{there} is no folder"
+        return f"{there} is not a folder"
     return None if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
 
 
@@ -558,7 +558,7 @@ def shared_store(cluster: Cluster, recipe: Recipe | None = None) -> str:
         )
     if "://" in root or not root.startswith("/"):
         raise RecipeError(
-            f"{root} is no path that every node mounts",
+            f"{root} is not a path that every node mounts",
             where=where,
             hint="write an absolute path on a shared disk or volume; `checkpoint.to` may be a bucket",
         )

@@ -100,5 +100,5 @@ def _as_name(text: str) -> str:
     """Return a text as recipes and clusters may be called: small letters, digits and hyphens."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-").lstrip("0123456789-")[:MAX_NAME_LENGTH].rstrip("-")
     if not name:
-        raise InputError(f"`{text}` is no name", where="--name", hint="write letters, digits and hyphens")
+        raise InputError(f"`{text}` is not a name", where="--name", hint="write letters, digits and hyphens")
     return name

@@ -99,7 +99,7 @@ def test_a_conversion_that_is_done_is_proven_again_and_not_made_again(source: Pa
     save_file({name: -each for name, each in state.items()}, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match="a conversion of what was once at"):
         made(source, tmp_path / "native", TargetFormat("native"))
-    with pytest.raises(InputError, match="something that is no finished conversion"):
+    with pytest.raises(InputError, match="something that is not a finished conversion"):
         made(tmp_path / "native", source.parent, TargetFormat("hf"))
     assert leftovers(tmp_path) == []
 
@@ -218,7 +218,7 @@ def test_a_full_disk_is_seen_before_and_nothing_is_written(source: Path, tiny_di
         ({"to": "hf", "tp": 2}, "hf has no layout in its files, so there is nothing for --tp 2"),
         ({"to": "native", "pp": 2}, "native has no layout"),
         ({"to": "native", "format": "torch"}, "--format torch: that is Megatron's"),
-        ({"to": "megatron", "format": "torch", "tp": 0}, "--tp 0 is no size"),
+        ({"to": "megatron", "format": "torch", "tp": 0}, "--tp 0 is not a size"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(keys: dict[str, Any], match: str) -> None:

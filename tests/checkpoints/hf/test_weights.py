@@ -402,7 +402,7 @@ def sharded(folder: Path) -> dict[str, Any]:
     ("tensor", "file", "message"),
     [
         ("model.norm.weight", "model-00009-of-00009.safetensors", "is named by the index and not there"),
-        ("model.norm.weight", "../elsewhere.safetensors", "which is no file beside it"),
+        ("model.norm.weight", "../elsewhere.safetensors", "which is not a file beside it"),
         ("invented.weight", "model-00001-of-00005.safetensors", "invented.weight not where it says"),
     ],
 )

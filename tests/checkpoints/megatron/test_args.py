@@ -97,7 +97,7 @@ def test_a_pattern_of_layers_is_read_as_megatron_evaluates_it(pattern: Any) -> N
         ({"moe_layer_freq": "__import__('os').name"}, "gives some layers no experts"),
         ({"moe_layer_freq": 2}, "gives some layers no experts"),
         ({"moe_router_topk": 6}, "chosen by their 3 best experts"),
-        ({"mscale": 0.7, "mscale_all_dim": 0.0}, "is no model's here"),
+        ({"mscale": 0.7, "mscale_all_dim": 0.0}, "is not that of a model here"),
         ({"rope_type": "rope"}, "stretches no position and makes scores grow"),
     ],
 )

@@ -101,7 +101,7 @@ def test_an_attempt_that_was_overtaken_removes_nothing_more(folder: Path, tmp_pa
 def test_a_removal_that_is_killed_leaves_no_half_checkpoint(
     folder: Path, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each folder that is left is whole or is no checkpoint, and the next removal takes the rest."""
+    """Each folder that is left is whole or is not a checkpoint, and the next removal takes the rest."""
     done = 0
 
     def dying(work: object) -> object:

@@ -56,7 +56,7 @@ def test_a_probe_of_other_weights_is_found_out(artefact: Path) -> None:
     with pytest.raises(CorruptData, match="belongs to other weights"):
         read_probe(artefact)
     (artefact / PROBE).write_text("{}")
-    with pytest.raises(CorruptData, match="is no probe"):
+    with pytest.raises(CorruptData, match="is not a probe"):
         read_probe(artefact)
 
 

@@ -140,7 +140,7 @@ def test_one_step_of_a_checkpoint_is_judged_with_the_whole(
 def test_a_file_that_is_no_verdict_is_an_error_and_not_an_absence(body: bytes, tmp_path: Path) -> None:
     assert read_verdict(tmp_path) is None
     (tmp_path / VERDICT).write_bytes(body)
-    with pytest.raises(CorruptData, match="is no verdict that this Trainshed reads"):
+    with pytest.raises(CorruptData, match="is not a verdict that this Trainshed reads"):
         read_verdict(tmp_path)
     with pytest.raises(CorruptData):
         Verdict.from_bytes(body, "somewhere")

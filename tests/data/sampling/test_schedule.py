@@ -35,7 +35,7 @@ def test_consumed_in_closed_form_equals_walking(ramp):
 @given(ramp=ramps)
 def test_the_ramp_is_megatrons_with_one_replica(megatron, ramp):
     start, increment, increments, each = ramp
-    # Megatron divides by samples / increments; where that is no whole number its floats may round a boundary.
+    # Megatron divides by samples / increments; where that is not a whole number its floats may round a boundary.
     samples = (1 + each) * increments
     goal = start + increment * increments
     theirs = megatron.ramp_up(goal, 1, 1, False, 1, start, increment, samples)

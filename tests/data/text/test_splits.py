@@ -115,7 +115,7 @@ def write_rows(path: Path, rows: range) -> Path:
     elif path.name.endswith(".array.json"):
         path.write_text(json.dumps(records))
     else:
-        # Blank lines are no rows, and the last line has no end.
+        # Blank lines are not rows, and the last line has no end.
         text = "\n\n".join(json.dumps(record) for record in records).encode()
         path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
     return path

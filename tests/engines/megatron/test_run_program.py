@@ -112,7 +112,7 @@ def work(queue, file):
     queue.task_done()
 
 class Caller:
-    # As PersistentAsyncCaller: its process is no daemon, and whoever destroys it waits for all that was asked of it.
+    # As PersistentAsyncCaller: its process is not a daemon, and whoever destroys it waits for all that was asked of it.
     def __init__(self):
         context = multiprocessing.get_context("spawn")
         self.queue = context.JoinableQueue()

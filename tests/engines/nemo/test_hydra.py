@@ -164,7 +164,7 @@ def test_a_misspelt_argument_is_answered_with_the_key_that_was_meant() -> None:
         (("train.optimizer.eps=1e-6",), "does not hand an epsilon on"),
         (("layout.shard=none",), "distributed optimizer, and shard is none"),
         (("layout.stages=[9, 7]",), "uneven stages"),
-        (("layout.tp=3", "layout.pp=1"), "ranks are no multiple"),
+        (("layout.tp=3", "layout.pp=1"), "ranks are not a multiple"),
         (("data.seed=7",), "one seed"),
         (("data.skip=[[0, 5]]",), "order of its own"),
         (("checkpoint.to=/elsewhere/x",), "into the run's folder"),

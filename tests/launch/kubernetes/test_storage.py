@@ -65,12 +65,12 @@ def test_options_of_the_cluster_file_win() -> None:
         ),
         (
             {"kind": "amlfs", "size": "16Ti", "sku": "Premium"},
-            "`Premium` is no product of Azure Managed Lustre",
+            "`Premium` is not a product of Azure Managed Lustre",
             "write AMLFS-Durable-Premium-40, -125, -250 or -500",
         ),
         (
             {"kind": "amlfs", "size": "16000000"},
-            "`16000000` is no size of a file system",
+            "`16000000` is not a size of a file system",
             "write it in Gi, Ti or Pi",
         ),
         (

@@ -253,7 +253,7 @@ def test_logs_are_searched_and_begin_with_the_newest_attempt(run: ObservedRun) -
 def test_what_makes_no_sense_is_refused_by_name(run: ObservedRun) -> None:
     with pytest.raises(InputError, match="there is no axis `sideways`"):
         view(run, "series", axis="sideways")
-    with pytest.raises(InputError, match="`many` is no number"):
+    with pytest.raises(InputError, match="`many` is not a number"):
         view(run, "series", points="many")
     with pytest.raises(InputError, match="there is no view `secrets`"):
         view(run, "secrets")

@@ -37,7 +37,7 @@ def test_on_64_nodes_every_transfer_of_a_pipeline_stalls_and_a_middle_stage_has_
         micro_batches = held_up.layout.micro_batches(1024)
         lost = held_up.step_seconds - free.step_seconds
         assert lost >= micro_batches * transfers * NANOTRON.stall_ms * 1e-3
-        assert held_up.risk_seconds == free.risk_seconds  # it is known, so it is no risk
+        assert held_up.risk_seconds == free.risk_seconds  # it is known, so it is not a risk
 
 
 def test_on_32_nodes_a_stall_is_a_risk_that_is_not_in_the_step() -> None:

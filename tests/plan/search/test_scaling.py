@@ -41,7 +41,7 @@ def test_counts_double_and_end_where_they_are_told() -> None:
     assert doubling_counts(8, 64) == [8, 16, 32, 64]
     assert doubling_counts(8, 48) == [8, 16, 32, 48]
     assert doubling_counts(6, 6) == [6]
-    with pytest.raises(InputError, match=r"16\.\.8 is no range"):
+    with pytest.raises(InputError, match=r"16\.\.8 is not a range"):
         doubling_counts(16, 8)
 
 

@@ -142,19 +142,19 @@ def test_a_misspelt_cluster_gets_the_nearest(project: Path) -> None:
         (
             "target: local\nlimits: {shared_memory: a lot}",
             "(limits.shared_memory)",
-            "`a lot` is no size",
+            "`a lot` is not a size",
             "write a number and its unit, for example 250Gi",
         ),
         (
             "target: kubernetes\nvolumes: [{mount: data, pvc: x}]",
             "(volumes.0.mount)",
-            "`data` is no absolute path",
+            "`data` is not an absolute path",
             "write for example /data, without a colon",
         ),
         (
             "target: kubernetes\nkubernetes: {resources: {ib: 1}}",
             "(kubernetes.resources.ib)",
-            "`ib` is no name of a device",
+            "`ib` is not a name of a device",
             "write what `kubectl get nodes -o yaml` lists below `allocatable`, for example rdma/ib",
         ),
         (
@@ -166,7 +166,7 @@ def test_a_misspelt_cluster_gets_the_nearest(project: Path) -> None:
         (
             "target: kubernetes\nkubernetes: {resources: {rdma/ib: 2Gi}}",
             "(kubernetes.resources.rdma/ib)",
-            "devices are counted, and `2Gi` is no number",
+            "devices are counted, and `2Gi` is not a number",
             "write for example 1",
         ),
         (

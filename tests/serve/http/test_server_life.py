@@ -91,7 +91,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_process_with_its_error() -> None
     server = Process("30", "broken")
     code, said = server.end()
     assert code == 2
-    assert "error: these are no weights" in said
+    assert "error: these are not weights" in said
     assert "Traceback" not in said
 
 

@@ -27,7 +27,7 @@ def main(grace: str, how: str = "") -> int:
             while how == "stuck":
                 time.sleep(0.01)
         if how == "broken":
-            raise InputError("these are no weights", hint="write the folder of a checkpoint")
+            raise InputError("these are not weights", hint="write the folder of a checkpoint")
         if how == "held":
             generator.hold.clear()
         return ServedModel("letters", generator, Letters())

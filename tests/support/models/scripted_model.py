@@ -84,7 +84,7 @@ class ScriptedGenerator:
         if not prompt:
             raise InputError("the prompt is empty")
         if not all(0 <= token < 0xD800 for token in prompt):
-            raise InputError("these are no letters")
+            raise InputError("these are not letters")
         asked = Asked(list(prompt), sampling, on_event, adapter)
         self.said.append(asked)
         with self._lock:

@@ -1,4 +1,4 @@
-"""Tasks for engines that are not ours: a recipe on a layout, at a place that is no machine's."""
+"""Tasks for engines that are not ours: a recipe on a layout, at a place that is not a machine's."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _stop_unused(daemons: Daemons, meeting_point: Path, folder: Path) -> None:
 
 
 def kill_all(pids: Sequence[int]) -> None:
-    """Kill processes at once; those that are gone are no error."""
+    """Kill processes at once; those that are gone are not error."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -218,7 +218,7 @@ def test_half_an_evaluation_does_not_exist(trained: Trained) -> None:
     ("overrides", "what"),
     [
         (["eval={}"], "says nothing to measure"),
-        (["eval={perplexity: validation, every: 3}"], "checkpoints are written every 2 steps, and 3 is no multiple"),
+        (["eval={perplexity: validation, every: 3}"], "checkpoints are written every 2 steps, and 3 is not a multiple"),
         (["eval={perplexity: validation, at_least: 0.5}"], "eval.at_least.*is about questions"),
         (["eval={perplexity: validation, limit: 5}"], "eval.limit.*is about tasks"),
         (["eval={perplexity: validation, gpus: 2}"], "one process on one GPU evaluates"),
@@ -258,4 +258,4 @@ def test_nothing_to_measure_says_what_to_write(
     assert run_cli(["eval", str(trained.folder), "--perplexity", str(tmp_path / "none")]) == 2
     assert "none" in capfd.readouterr().err
     assert run_cli(["eval", str(trained.folder), "--at-least", "2", "--perplexity", "validation"]) == 2
-    assert "--at-least 2.0 is no share" in capfd.readouterr().err
+    assert "--at-least 2.0 is not a share" in capfd.readouterr().err

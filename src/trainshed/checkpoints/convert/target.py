@@ -201,7 +201,7 @@ class ConversionTarget:
         except NotFound:
             # A bucket may hold files of a killed upload; a local target appears complete.
             if self.is_local and any(True for _ in self._store.list()):
-                raise self.occupied_error("something that is no finished conversion") from None
+                raise self.occupied_error("something that is not a finished conversion") from None
             return None
         except CorruptData:
             raise self.occupied_error("something whose manifest nobody can read") from None

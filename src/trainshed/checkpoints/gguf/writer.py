@@ -109,7 +109,7 @@ class GgufWriter:
         kind = self._kind(tensor)
         largest = torch.finfo(torch.float16).max if kind.name in ("F16", "Q8_0") else float("inf")
         if not bool((values.abs() < largest).all()):
-            what = "is no number" if not bool(values.isfinite().all()) else f"is larger than {kind.name} holds"
+            what = "is not a number" if not bool(values.isfinite().all()) else f"is larger than {kind.name} holds"
             raise InputError(f"`{tensor.name}` has a value that {what}", where="dtype", hint="write dtype bf16 or fp32")
         if self._scheme is None:
             values = values.to(self._dtype).float()  # vectors have the precision of the matrices, in float32

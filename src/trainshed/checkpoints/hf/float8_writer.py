@@ -95,7 +95,9 @@ class Float8WeightsWriter:
                 first = shard[place]
                 values = read_hf_tensor(source, first.source, self._table)
                 if not bool(values.isfinite().all()):
-                    raise InputError(f"`{first.name}` has a value that is no number", hint="export the weights in fp32")
+                    raise InputError(
+                        f"`{first.name}` has a value that is not a number", hint="export the weights in fp32"
+                    )
                 if first.dtype == torch.float8_e4m3fn:
                     quantised, scales = self._scheme.quantize(values)
                     end = hashed.write(end, bytes_of(quantised.view(torch.uint8)), bytes_of(scales))

@@ -40,7 +40,7 @@ def read_safetensors_header(path: Path) -> dict[str, SafetensorsEntry]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _LONGEST_HEADER_BYTES):
-                raise CorruptData("is no safetensors file, or only its beginning", where=str(path), hint=_AGAIN)
+                raise CorruptData("is not a safetensors file, or only its beginning", where=str(path), hint=_AGAIN)
             header = json.loads(file.read(length))
     except FileNotFoundError:
         raise CorruptData("is named by the index and not there", where=str(path), hint=_AGAIN) from None

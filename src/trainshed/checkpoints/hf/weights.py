@@ -97,7 +97,7 @@ def list_tensors(folder: Path) -> dict[str, SafetensorsEntry]:
         raise CorruptData("has no `weight_map`", where=str(folder / INDEX), hint="fetch the folder again")
     for name in sorted(set(index.values())):
         if Path(name).name != name:
-            raise CorruptData(f"names `{name}`, which is no file beside it", where=str(folder / INDEX))
+            raise CorruptData(f"names `{name}`, which is not a file beside it", where=str(folder / INDEX))
     files = {name: read_safetensors_header(folder / name) for name in sorted(set(index.values()))}
     lost = sorted(tensor for tensor, name in index.items() if tensor not in files[name])
     if lost:

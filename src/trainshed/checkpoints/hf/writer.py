@@ -53,7 +53,7 @@ class _Shard:
 
 
 class HfWeightsWriter:
-    """Writes a model for transformers, in one dtype; what is no weight stays in float32, as in transformers.
+    """Writes a model for transformers, in one dtype; what is not a weight stays in float32, as in transformers.
 
     `companions` are files by name (`companion_files.py`): tokenizer, chat template and generation settings are copied
     unchanged. A config.json is kept if it describes the same architecture; only its dtype is set.

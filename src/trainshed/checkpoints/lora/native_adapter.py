@@ -130,7 +130,7 @@ class NativeAdapter(LoraAdapter):
         match = _NAME.fullmatch(name)
         parameter = None if match is None else self._parameter_of(match[1], match[2])
         if match is None or parameter is None:
-            raise self.error(f"`{name}` is no adapter of its model", "load it as the model that wrote it")
+            raise self.error(f"`{name}` is not an adapter of its model", "load it as the model that wrote it")
         number = _PROJECTIONS[match[2]]
         if match[2] == "up_proj" and not self.config.gated:
             number = 0

@@ -82,7 +82,7 @@ class LoraAdapterConfig:
             )
         except (TypeError, ValueError):
             raise CorruptData(
-                "has a rank, alpha or token that is no number", where=where, hint="fetch it again"
+                "has a rank, alpha or token that is not a number", where=where, hint="fetch it again"
             ) from None
 
     def scale(self, module: str, rank: int) -> float:

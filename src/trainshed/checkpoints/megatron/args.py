@@ -340,7 +340,8 @@ def _yarn_scaling(arg: _ArgsReader) -> dict[str, Any] | None:
         return scaling
     if not mscale or not all_channels:
         raise arg.error(
-            f"`mscale: {mscale:g}, mscale_all_dim: {all_channels:g}` is no model's here", "both count, or 1.0 and 0.0"
+            f"`mscale: {mscale:g}, mscale_all_dim: {all_channels:g}` is not that of a model here",
+            "both count, or 1.0 and 0.0",
         )
     return scaling | {"mscale": mscale, "mscale_all_dim": all_channels}
 

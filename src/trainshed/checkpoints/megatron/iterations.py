@@ -32,7 +32,7 @@ def iteration_folder(folder: Path) -> Path:
     iteration = pointer.read_text().strip()
     if iteration != RELEASE and not iteration.isdecimal():
         raise CorruptData(
-            f"names `{iteration}`, which is no iteration", where=str(pointer), hint="name one of its folders"
+            f"names `{iteration}`, which is not an iteration", where=str(pointer), hint="name one of its folders"
         )
     latest = folder / _folder_name(iteration)
     if not latest.is_dir():

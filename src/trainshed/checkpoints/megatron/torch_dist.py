@@ -157,7 +157,9 @@ def _read_metadata(folder: Path) -> tuple[dict[str, _StoredTensor], dict[str, _S
             offset = tuple(index["offset"]) if index.state.get("offset") is not None else (0,) * len(tensors[key].shape)
             tensors[key].items.append(_StoredItem(offset, sizes[key][offset], file, info["offset"], info["length"]))
     except (AttributeError, KeyError, TypeError, IndexError) as error:
-        raise CorruptData(f"is no table of a checkpoint: {error!r}", where=str(path), hint="fetch it again") from None
+        raise CorruptData(
+            f"is not a table of a checkpoint: {error!r}", where=str(path), hint="fetch it again"
+        ) from None
     for file in {item.file for tensor in tensors.values() for item in tensor.items}:
         if not file.is_file():
             raise missing_file(file)

@@ -243,7 +243,7 @@ class RowShare:
 
 
 class RowCopier:
-    """Copies rows of one source, in one dtype; of what is no weight, in the dtype that it is stored in."""
+    """Copies rows of one source, in one dtype; of what is not a weight, in the dtype that it is stored in."""
 
     def __init__(self, source: Weights, dtype: torch.dtype, advance: AdvanceProgress) -> None:
         self.dtype = dtype

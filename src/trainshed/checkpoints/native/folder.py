@@ -275,7 +275,7 @@ def _check_folder(
 def _from_manifest(path: str, manifest: Manifest, where: str) -> CompleteCheckpoint:
     facts = manifest.facts
     if manifest.kind != KIND or not isinstance(facts.get("step"), int) or not isinstance(facts.get("attempt"), int):
-        raise CorruptData(f"a manifest of kind '{manifest.kind}' that is no checkpoint's", where=where)
+        raise CorruptData(f"a manifest of kind '{manifest.kind}' that is not that of a checkpoint", where=where)
     if facts.get("format", 0) > FORMAT:
         raise CorruptData(
             f"the checkpoint has format {facts['format']}, this Trainshed reads up to {FORMAT}",

@@ -246,7 +246,7 @@ _RECORD_SUFFIX = ".part"  # beside a file: its contents, for the index that is w
 
 
 class NativeWeightsWriter:
-    """A checkpoint of weights in one dtype; what is no weight stays in float32."""
+    """A checkpoint of weights in one dtype; what is not a weight stays in float32."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, unit_bytes: int | None = None) -> None:
         if dtype not in DTYPES.values() or not dtype.is_floating_point:

@@ -83,7 +83,7 @@ class WeightsComparison:
             f"`{name}` is {list(one)} in the first, {list(two)} in the second" for name, one, two in self.shapes
         )
         for difference in self.differences:
-            distance = "by something that is no number"
+            distance = "by something that is not a number"
             if difference.max_absolute is not None and difference.max_relative is not None:
                 distance = f"by {difference.max_absolute:.3g} at most ({difference.max_relative:.3g} of the value)"
             count = f"{difference.different:,} of {difference.elements:,}"

@@ -35,7 +35,7 @@ from trainshed.reporting import SILENT, Reporter
 
 # A share of the largest value: float32 rounding differs between implementations (fused attention, order of sums).
 LOGITS_BOUND = 1e-4
-# Rounding may make a router send a token to another expert; that token's logits then differ, and this is no error.
+# Rounding may make a router send a token to another expert; that token's logits then differ, and this is not an error.
 TOKENS_WITHIN, TOKENS_WITHIN_WITH_EXPERTS = 1.0, 0.99
 OUR_DECODER = "Trainshed's decoder, layer by layer"
 

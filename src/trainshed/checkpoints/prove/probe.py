@@ -83,7 +83,7 @@ def read_probe(folder: Path, added: AddedRows | None = None) -> LossProbe | None
     except NotFound:
         return None
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise CorruptData("is no probe", where=where, hint="remove it; it is computed again") from None
+        raise CorruptData("is not a probe", where=where, hint="remove it; it is computed again") from None
     if schema != SCHEMA or manifest != Manifest.read(store, MANIFEST).sha256:
         raise CorruptData("belongs to other weights", where=where, hint="remove it; it is computed again")
     return probe if probe.batch_version == BATCH_VERSION else None

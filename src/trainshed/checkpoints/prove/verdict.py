@@ -79,7 +79,7 @@ class Verdict:
             return cls(tensors=tensors, probe=None if probe is None else LossProbe(**probe), **body)
         except (ValueError, TypeError, KeyError, AttributeError):
             raise CorruptData(
-                "is no verdict that this Trainshed reads", where=where, hint="convert again, or remove it"
+                "is not a verdict that this Trainshed reads", where=where, hint="convert again, or remove it"
             ) from None
 
     def lines(self) -> list[str]:

@@ -48,7 +48,7 @@ def read_registered(name: str, key: str, chunks: Iterable[bytes], where: str) ->
     except Exception as error:
         raise BadDocument(
             f"the text format {name} cannot read this: {type(error).__name__}: {error}",
-            where=f"{where}, behind row {row}",
+            where=f"{where}, after row {row}",
             hint=f"{TEXT_FORMATS.place(name)} has registered it",
         ) from error
     for _ in chunks:  # what the reader left: the hash is of the whole file

@@ -1,7 +1,7 @@
 """A tokenizer with further tokens (`model.added_tokens`): the same files, and one entry more for each token.
 
 An added token is found in a text before anything else is, wherever it stands, and is never cut; of several at one place
-the longest wins. It is no special token: decoding keeps it, so that markers such as `<tool>` are part of an answer.
+the longest wins. It is not a special token: decoding keeps it, so that markers such as `<tool>` are part of an answer.
 """
 
 from __future__ import annotations

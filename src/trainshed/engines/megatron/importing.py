@@ -20,8 +20,8 @@ from trainshed.recipe import ModelConfig
 def read_megatron(text: str, name: str) -> ImportedConfig:
     """Read a file's text as a recipe; `name` is the file's, for errors and for the run's name.
 
-    Arguments that are no key of a recipe and that Megatron still has are kept as `engine.args`. Nothing in the text is
-    executed. Raises `InputError` where it holds no arguments, or values that Megatron would refuse.
+    Arguments that are not keys of a recipe and that Megatron still has are kept as `engine.args`. Nothing in the text
+    is executed. Raises `InputError` where it holds no arguments, or values that Megatron would refuse.
     """
     script = find_arguments(text, name)
     config = ArgumentImport(parse_arguments(script.words, name), script, name)

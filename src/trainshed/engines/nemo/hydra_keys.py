@@ -120,7 +120,7 @@ HYDRA_TABLE = KeyTable(
             ),
             drop="follows data.split",
         ),
-        # megatron-core compares the number: 0.0 and not null is no clipping.
+        # megatron-core compares the number: 0.0 and not null means no clipping.
         same(
             "trainer.gradient_clip_val",
             "train.optimizer.clip",

@@ -170,7 +170,7 @@ def read_nodes(config: ConfigImport) -> Any:
     if batch % layout["micro_batch"]:
         config.add_mistake(
             "model.global_batch_size",
-            f"{batch} is no multiple of micro_batch_size {layout['micro_batch']}: no number of ranks can share it",
+            f"{batch} is not a multiple of micro_batch_size {layout['micro_batch']}: no number of ranks can share it",
             f"a multiple of {layout['micro_batch']}",
         )
     nodes = config.get("trainer.num_nodes")

@@ -210,7 +210,7 @@ def recipe_script(recipe: str, version: str) -> Path:
             f"torchtune {installed} is installed here, and the job is for {version}: write "
             f'engine: {{name: torchtune, version: "{installed}"}}, or install the other'
         )
-    # Recipes lie beside the package and are no modules: importing them is refused.
+    # Recipes lie beside the package and are not modules: importing them is refused.
     return Path(spec.origin).parent.parent / "recipes" / f"{recipe}.py"
 
 

@@ -281,7 +281,7 @@ def main(arguments: list[str] | None = None) -> int:
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
     try:
         if not host or not port:
-            raise InputError("this is no pod of a cluster", hint="`trainshed submit` makes one that runs this")
+            raise InputError("this is not a pod of a cluster", hint="`trainshed submit` makes one that runs this")
         with connect_in_cluster(host, port) as api:
             drive(api, options.manifests, owner=options.owner, reporter=_Lines())
     except TrainshedError as error:

@@ -155,7 +155,7 @@ def _amlfs(cluster: Cluster, volume: Volume, new_volume: NewVolume, key: str) ->
     throughput = re.search(r"-(\d+)$", sku)
     if throughput is None:
         raise InputError(
-            f"`{sku}` is no product of Azure Managed Lustre",
+            f"`{sku}` is not a product of Azure Managed Lustre",
             where=cluster.where(f"{key}.create.sku"),
             hint="write AMLFS-Durable-Premium-40, -125, -250 or -500",
         )
@@ -315,7 +315,7 @@ def _check_size(cluster: Cluster, new_volume: NewVolume, tier: str, key: str) ->
     where = cluster.where(f"{key}.create.size")
     if match is None:
         raise InputError(
-            f"`{new_volume.size}` is no size of a file system", where=where, hint="write it in Gi, Ti or Pi"
+            f"`{new_volume.size}` is not a size of a file system", where=where, hint="write it in Gi, Ti or Pi"
         )
     size = float(match[1]) * _TIB_PER_UNIT[match[2]]
     if sizes is not None and not sizes.fits(size):

@@ -30,7 +30,7 @@ class SlurmClient:
         self._login = cluster.on_slurm.login
         if self._login is not None and self._login.startswith("-"):
             raise InputError(
-                f"`{self._login}` is no host", where=cluster.where("slurm.login"), hint="write user@login.example"
+                f"`{self._login}` is not a host", where=cluster.where("slurm.login"), hint="write user@login.example"
             )
 
     @property

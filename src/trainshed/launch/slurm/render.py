@@ -76,7 +76,7 @@ def _check_run_folder_and_images(job: Job) -> None:
     cluster = job.cluster
     if not job.run.startswith("/"):
         raise RecipeError(
-            f"the run's folder {job.run} is no path that every node mounts",
+            f"the run's folder {job.run} is not a path that every node mounts",
             where=cluster.where("store"),
             hint="write `store: /shared/trainshed`, a folder of the shared disk",
         )
@@ -530,7 +530,7 @@ def check_file_name(name: str) -> None:
     """Refuse a name of a job's file that is outside the job's folder."""
     parts = name.split("/")
     if name.startswith("/") or ".." in parts or "" in parts or "\x00" in name or "\n" in name:
-        raise InputError(f"{name!r} is no name for a file of a job", hint="write a path inside the job's folder")
+        raise InputError(f"{name!r} is not a name for a file of a job", hint="write a path inside the job's folder")
 
 
 def refuse_nul(text: str, subject: str) -> None:

@@ -186,7 +186,7 @@ def _user_options(cluster: Cluster) -> Iterator[str]:
         where = cluster.where(f"slurm.options.{number}")
         if not option_text.startswith("-"):
             raise RecipeError(
-                f"`{option_text}` is no option of sbatch", where=where, hint="write for example --comment=x"
+                f"`{option_text}` is not an option of sbatch", where=where, hint="write for example --comment=x"
             )
         name = re.split(r"[=\s]", option_text, maxsplit=1)[0]
         name = _LONG_NAMES.get(name[:2], name) if not name.startswith("--") else name
@@ -200,7 +200,7 @@ def _user_options(cluster: Cluster) -> Iterator[str]:
 def _mebibytes(size: str) -> int:
     match = _SIZE.fullmatch(size)
     if match is None:
-        raise RecipeError(f"`{size}` is no amount of memory", hint="write for example 32Gi")
+        raise RecipeError(f"`{size}` is not an amount of memory", hint="write for example 32Gi")
     return max(1, int(float(match[1]) * _BYTES[match[2]] / 2**20))
 
 
@@ -219,8 +219,8 @@ def secret_references(cluster: Cluster) -> Iterator[tuple[str, SecretReference]]
         for variable in (name, reference.env):
             if variable is not None and not _VARIABLE_NAME.fullmatch(variable):
                 raise RecipeError(
-                    f"{variable!r} is no name of a variable", where=where, hint="write for example HF_TOKEN"
+                    f"{variable!r} is not a name of a variable", where=where, hint="write for example HF_TOKEN"
                 )
         if reference.file is not None and ("\x00" in reference.file or "\n" in reference.file):
-            raise RecipeError("this is no path", where=where, hint="write the path of a file that every node reads")
+            raise RecipeError("this is not a path", where=where, hint="write the path of a file that every node reads")
         yield name, reference

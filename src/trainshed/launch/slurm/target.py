@@ -66,7 +66,7 @@ class SlurmTarget:
         printed = self._client.submit(script).strip()
         id = printed.splitlines()[-1].split(";")[0] if printed else ""
         if not id.isdecimal():
-            raise TrainshedError(f"sbatch answered `{printed}`, which is no id of a job")
+            raise TrainshedError(f"sbatch answered `{printed}`, which is not an id of a job")
         return id
 
     def status(self, submitted: SubmittedJob) -> tuple[StageState, ...]:

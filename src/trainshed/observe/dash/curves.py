@@ -25,7 +25,7 @@ _NAN = float("nan")
 class CurveWindow:
     """Some figures in a part of the run: a column of values for each, in the order of `x`.
 
-    Where there are more rows than points, `low` and `high` are the extremes of the rows behind each value.
+    Where there are more rows than points, `low` and `high` are the extremes of the rows of each value.
     """
 
     rows: int

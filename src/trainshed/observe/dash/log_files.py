@@ -17,7 +17,7 @@ _SEARCHED_BYTES = 64 * 1024 * 1024
 _LONGEST_LINE = 4_000
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*\.log")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
-"""Colours of terminals, and what else is no text."""
+"""Colours of terminals, and what else is not text."""
 
 
 def list_logs(files: RunFiles) -> list[dict[str, Any]]:

@@ -153,7 +153,7 @@ def serve_dash(dashboard: Dashboard, settings: DashSettings, on_ready: Callable[
 
 def _listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
-        raise InputError(f"--port {port} is no port", hint="write a number from 0 (any that is free) to 65535")
+        raise InputError(f"--port {port} is not a port", hint="write a number from 0 (any that is free) to 65535")
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:

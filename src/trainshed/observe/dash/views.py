@@ -545,7 +545,7 @@ def _number(parameters: Parameters, name: str) -> float | None:
     except ValueError:
         value = float("nan")
     if not abs(value) < 1e18:
-        raise InputError(f"`{text[:40]}` is no number", where=name)
+        raise InputError(f"`{text[:40]}` is not a number", where=name)
     return value
 
 

@@ -81,7 +81,7 @@ def other_event(kind: str, step: int | None, time: float | None = None, **values
 
 
 def parse_number(text: str | None) -> float | None:
-    """Return a finite number; None for nan, inf and whatever is no number."""
+    """Return a finite number; None for nan, inf and whatever is not a number."""
     try:
         value = float(text) if text is not None else math.nan
     except ValueError:

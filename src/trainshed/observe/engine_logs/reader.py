@@ -26,7 +26,7 @@ PROGRAM_READERS: tuple[type[ProgramReader], ...] = (
 _DAY = re.compile(r"\b(20\d\d-[01]\d-[0-3]\d)\b")
 _LINE_END = re.compile(r"[\r\n]")
 _LONGEST_LINE = 1 << 16
-"""A longer one is no figure of a step: a dump of something, without a line break."""
+"""A longer one is not a figure of a step: a dump of something, without a line break."""
 
 READABLE = (
     "Trainshed's own log, Megatron-LM's and Megatron-Bridge's \"elapsed time per iteration (ms)\", NeMo's "

@@ -125,7 +125,7 @@ def read_rows(path: str | Path) -> list[PublishedRow]:
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from None
     except csv.Error as error:
-        raise InputError(f"is no table of comma-separated values: {error}", where=str(path)) from None
+        raise InputError(f"is not a table of comma-separated values: {error}", where=str(path)) from None
     missing = {"model", "layers", "gpu", "num_gpus", "tp", "pp"} - known
     if missing:
         raise InputError(

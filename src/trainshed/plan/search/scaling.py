@@ -94,7 +94,9 @@ def scaling_curve(
 def doubling_counts(first: int, last: int) -> list[int]:
     """Return first, twice that, and so on up to last, which is always there: `8..4096`."""
     if not 1 <= first <= last:
-        raise InputError(f"{first}..{last} is no range of GPU counts", where="--gpus", hint="write for example 8..4096")
+        raise InputError(
+            f"{first}..{last} is not a range of GPU counts", where="--gpus", hint="write for example 8..4096"
+        )
     counts = [first]
     while counts[-1] * 2 <= last:
         counts.append(counts[-1] * 2)

@@ -252,15 +252,15 @@ class Kubernetes(Section):
             if name in _GPU_RESOURCES:
                 yield Problem(path, "GPUs are asked for by the `machine`", "delete it")
             elif name in ("cpu", "memory", "ephemeral-storage"):
-                yield Problem(path, f"`{name}` is no device of the network", "delete it")
+                yield Problem(path, f"`{name}` is not a device of the network", "delete it")
             elif not _DEVICE_NAME.fullmatch(name) and not _HUGE_PAGES.fullmatch(name):
                 yield Problem(
                     path,
-                    f"`{name}` is no name of a device",
+                    f"`{name}` is not a name of a device",
                     "write what `kubectl get nodes -o yaml` lists below `allocatable`, for example rdma/ib",
                 )
             elif isinstance(count, str) and _DEVICE_NAME.fullmatch(name):
-                yield Problem(path, f"devices are counted, and `{count}` is no number", "write for example 1")
+                yield Problem(path, f"devices are counted, and `{count}` is not a number", "write for example 1")
 
 
 class Ray(Section):

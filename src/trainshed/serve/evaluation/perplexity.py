@@ -44,7 +44,7 @@ class MeasuredLoss:
         return self.loss_sum / self.tokens
 
     def scores(self) -> dict[str, float]:
-        """Return what is reported. Perplexity is exp(loss), infinite where that is no number of 64 bits."""
+        """Return what is reported. Perplexity is exp(loss), infinite where that is not a number of 64 bits."""
         scores = {"loss": self.loss, "perplexity": math.exp(self.loss) if self.loss < 700 else math.inf}
         if self.bytes:
             scores["bits_per_byte"] = self.loss_sum / math.log(2) / self.bytes

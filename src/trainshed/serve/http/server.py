@@ -96,7 +96,7 @@ def _drain(state: ServerState, grace_seconds: float, number: int, reporter: Repo
 def bind_socket(host: str, port: int) -> Iterator[socket.socket]:
     """Yield a listening socket; connections wait until the server runs."""
     if not 0 <= port <= 65535:
-        raise InputError(f"--port {port} is no port", hint="write a number from 0 (any that is free) to 65535")
+        raise InputError(f"--port {port} is not a port", hint="write a number from 0 (any that is free) to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=2048)

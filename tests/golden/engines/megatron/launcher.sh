@@ -3,8 +3,8 @@ set -euo pipefail
 node=${NODE_RANK:-${TRAINSHED_NODE_RANK:-${SLURM_NODEID:-${JOB_COMPLETION_INDEX:-}}}}
 attempt=${TRAINSHED_ATTEMPT:-}
 [[ -n $attempt || ! ${SLURM_RESTART_COUNT:-0} =~ ^[0-9]+$ ]] || attempt=$((${SLURM_RESTART_COUNT:-0} + 1))
-[[ $node =~ ^[0-9]+$ ]] || { echo "NODE_RANK is no number: ${node:-not set}" >&2; exit 2; }
-[[ $attempt =~ ^[0-9]+$ ]] || { echo "TRAINSHED_ATTEMPT is no number: $attempt" >&2; exit 2; }
+[[ $node =~ ^[0-9]+$ ]] || { echo "NODE_RANK is not a number: ${node:-not set}" >&2; exit 2; }
+[[ $attempt =~ ^[0-9]+$ ]] || { echo "TRAINSHED_ATTEMPT is not a number: $attempt" >&2; exit 2; }
 : "${MASTER_ADDR:?the address of node 0 is not set}" "${MASTER_PORT:?the port of node 0 is not set}"
 folder=/store/runs/demo/1a2b3c4d/logs/$(printf 'attempt-%04d' "$((10#$attempt))")
 health=/store/runs/demo/1a2b3c4d/health/${folder##*/}
