@@ -181,7 +181,8 @@ def bridge_problems(task: EngineTask) -> Iterator[Problem]:
     if config.positions == "learned" and config.max_positions != length:
         yield Problem(
             ("data", "sequence_length"),
-            f"Megatron-Bridge learns as many positions as a sample has tokens, and the model has {config.max_positions}",
+            "Megatron-Bridge learns as many positions as a sample has tokens, and the model has "
+            f"{config.max_positions}",
             f"write {config.max_positions}, or engine: megatron",
         )
     if config.rope is not None and not float(config.rope.base).is_integer():
