@@ -39,6 +39,11 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trainshed.errors import CorruptData
 
 RECIPE_FILE = "recipe.yaml"
 CLUSTER_FILE = "cluster.yaml"
@@ -132,6 +137,23 @@ def is_run(folder: Path) -> bool:
     """Say whether a folder is a run's: it was started here, or it has attempts, checkpoints or events."""
     parts = (RECIPE_FILE, ATTEMPTS, CHECKPOINTS, MEGATRON_CHECKPOINTS, EVENTS)
     return any((folder / part).exists() for part in parts)
+
+
+def read_prepared(data: bytes, where: str | Path) -> dict[str, Any]:
+    """Read the bytes of `prepared.json`, or say that they are damaged."""
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        body = None
+    tokens = body.get("data") if isinstance(body, dict) else None
+    if not isinstance(body, dict) or not isinstance(tokens, dict) or not isinstance(tokens.get("sources"), list):
+        raise CorruptData(
+            "this file is damaged: it does not say which tokens the run began with",
+            where=str(where),
+            hint="put back a copy of it; without one delete it, and `trainshed run RECIPE` writes it by what the "
+            "recipe's data is now",
+        )
+    return body
 
 
 def attempt_name(attempt: int) -> str:

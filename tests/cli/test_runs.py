@@ -380,3 +380,27 @@ def test_a_broken_manifest_says_what_to_do_and_that_helps(here: Path, capsys: py
     assert error["hint"].startswith(f"remove it (`rm {manifest.relative_to(here)}`), then run the same command again")
     manifest.unlink()
     assert prepare_run(load_recipe("recipe.yaml", ["train.steps=6"])).sources[0].tokens > 0
+
+
+def test_a_damaged_record_of_an_attempt_hides_no_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = only_run(here)
+    (run.folder / "attempts" / "0001.json").write_bytes(b'{"attempt": 1, "ho')
+    (listed,) = report(capsys, "ls")["runs"]
+    assert (listed["run"], listed["state"]) == (run.run, "done")
+    assert report(capsys, "status", "small")["progress"]["step"] == 6
+
+
+def test_a_run_that_does_not_say_what_it_began_with_stops_and_says_what_to_do(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared = only_run(here).folder / "prepared.json"
+    for damage in (b"", b'{"data": {', b"\xff\x00", b"[]", b'{"data": {}}'):
+        prepared.write_bytes(damage)
+        error = report(capsys, "run", "recipe.yaml", "train.steps=6", code=1)
+        assert error["where"] == str(prepared.relative_to(here))
+        assert error["what"].startswith("this file is damaged")
+        assert "without one delete it, and `trainshed run RECIPE` writes it" in error["hint"]
+    assert run_cli(["clean"]) == 1, "what the run needs is not known"
+    prepared.unlink()
+    assert run_cli(["train", "recipe.yaml", "train.steps=6"]) == 0
+    assert prepared.is_file()

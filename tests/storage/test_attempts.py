@@ -12,7 +12,7 @@ import pytest
 
 from trainshed.errors import Conflict, Fenced
 from trainshed.storage import LocalStore, ObjectInfo, Store, open_folder
-from trainshed.storage.attempts import newest_attempt, take_attempt
+from trainshed.storage.attempts import newest_attempt, newest_attempt_record, take_attempt
 
 RUN = "runs/demo/0123abcd"
 
@@ -48,6 +48,15 @@ def test_each_attempt_takes_the_next_number_and_writes_down_who_it_is(store: Loc
     assert [record["attempt"] for record in records] == [1, 2, 3]
     assert len({record["writer"] for record in records}) == 3
     assert take_attempt(store, "").number == 1, "a store whose root is the run's folder"
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"attempt": 1, "ho', b"\xff\x00", b"[]", b"{}", b'{"host": 7}'])
+def test_a_damaged_record_still_counts_and_names_nobody(damage: bytes, store: LocalStore) -> None:
+    take_attempt(store, RUN)
+    store.put(f"{RUN}/attempts/0001.json", damage)
+    record = newest_attempt_record(store, RUN)
+    assert record == {"attempt": 1, "host": None, "pid": None}
+    assert take_attempt(store, RUN).number == 2
 
 
 def test_attempts_that_start_together_get_different_numbers(store: LocalStore) -> None:

@@ -19,8 +19,8 @@ from trainshed.data.recipe_keys import errors_with_recipe_keys
 from trainshed.data.tokenize.tokenizer import Tokenizer
 from trainshed.errors import InputError, MissingExtra, NotFound, TokenizerError
 from trainshed.recipe import Recipe
-from trainshed.run_folder import ANSWERS, ANSWERS_TOKENIZER, PREPARED_FILE, step_number
-from trainshed.storage import Store, StoreOptions
+from trainshed.run_folder import ANSWERS, ANSWERS_TOKENIZER, PREPARED_FILE, read_prepared, step_number
+from trainshed.storage import Store, StoreOptions, join
 
 DEFAULT_ANSWER_TOKENS = 64
 ANSWERS_SCHEMA = "trainshed.answers/1"
@@ -182,7 +182,8 @@ def _decode_missing(store: Store, folder: str, answers: list[dict[str, Any]]) ->
         decoder = AnswerDecoder.open(store, folder)
     except (MissingExtra, NotFound):
         return
-    plain = orjson.loads(store.read(f"{folder}/{PREPARED_FILE}".lstrip("/"))).get("prompts")
+    place = f"{folder}/{PREPARED_FILE}".lstrip("/")
+    plain = read_prepared(store.read(place), join(store.url, place)).get("prompts")
     prompts = ValidationPrompts.from_plain(plain) if plain else None
     tokens = {} if prompts is None else dict(zip(prompts.texts, prompts.tokens, strict=True))
     for answer in answers:

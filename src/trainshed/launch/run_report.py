@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from trainshed.data.prompts import read_answers
 from trainshed.errors import TrainshedError
 from trainshed.plugins import plugins_not_run
 from trainshed.recipe import load_recipe
 from trainshed.recipe.phase_spans import written_steps
 from trainshed.reporting import SILENT, Reporter
-from trainshed.run_folder import EVENTS, PREPARED_FILE, RECIPE_FILE
+from trainshed.run_folder import EVENTS, PREPARED_FILE, RECIPE_FILE, read_prepared
 from trainshed.storage import LocalStore
 
 
@@ -34,6 +32,6 @@ def _planned_steps(run_folder: Path) -> int | None:
     try:
         with plugins_not_run():
             steps = written_steps(load_recipe(str(run_folder / RECIPE_FILE)))
-        return steps or orjson.loads((run_folder / PREPARED_FILE).read_bytes()).get("steps")
+        return steps or read_prepared((run_folder / PREPARED_FILE).read_bytes(), run_folder).get("steps")
     except (TrainshedError, OSError, ValueError):
         return None

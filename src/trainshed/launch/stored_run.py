@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
-
-from trainshed.errors import NotFound
+from trainshed.errors import CorruptData, NotFound
 from trainshed.launch.local import holder_attempt, run_holder
 from trainshed.observe.event_text import format_duration
 from trainshed.observe.run_facts import read_run_recipe
@@ -31,6 +29,7 @@ from trainshed.run_folder import (
     PREPARED_FILE,
     RECIPE_FILE,
     attempt_folder,
+    read_prepared,
 )
 from trainshed.storage import Store, list_folders, parse
 from trainshed.storage.attempts import newest_attempt_record
@@ -97,7 +96,8 @@ def stand(store: Store, progress: RunStatus, newest: dict[str, Any] | None) -> S
     if ended is not None:
         return StoredRunStatus("failed", f"attempt {number} failed", stopped)
     if folder is None or host != socket.gethostname() or store.head(_hosts_file(number)) is not None:
-        return _elsewhere(progress, f"attempt {number} was begun on {host}")
+        where = host or "a machine that its damaged record does not name"
+        return _elsewhere(progress, f"attempt {number} was begun on {where}")
     return StoredRunStatus("failed", f"attempt {number} was killed: it ended without a word", stopped)
 
 
@@ -150,8 +150,8 @@ def planned_steps(store: Store, recipe: Recipe | None = None) -> int | None:
     if recipe is not None and (steps := written_steps(recipe)) is not None:
         return steps
     try:
-        return orjson.loads(store.read(PREPARED_FILE)).get("steps")
-    except (NotFound, orjson.JSONDecodeError):  # tokens or epochs, and it is not prepared
+        return read_prepared(store.read(PREPARED_FILE), store.url).get("steps")
+    except (NotFound, CorruptData):  # tokens or epochs, and it is not prepared
         return None
 
 

@@ -488,7 +488,11 @@ def parse_events(content: bytes, where: str) -> list[dict[str, Any]]:
             event = orjson.loads(line)
             version = event["v"]
         except (orjson.JSONDecodeError, KeyError, TypeError):
-            raise CorruptData("this line holds no event", where=f"{where}:{number}") from None
+            raise CorruptData(
+                "this line holds no event",
+                where=f"{where}:{number}",
+                hint="put back a copy of the file; without one delete it: its figures are lost, checkpoints are not",
+            ) from None
         if version > EVENT_VERSION:
             raise TrainshedError(
                 f"events of version {version} were written by a newer Trainshed",

@@ -16,7 +16,6 @@ from functools import reduce
 from pathlib import Path
 from typing import Literal
 
-import orjson
 import torch
 
 from trainshed.checkpoints.convert.source import ConversionSource
@@ -47,7 +46,7 @@ from trainshed.models.parameters import parameter_count, parameters
 from trainshed.plugins import plugins_not_run
 from trainshed.recipe import ModelConfig, Recipe, load_recipe
 from trainshed.reporting import SILENT, Reporter
-from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, step_number, store_of
+from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, read_prepared, step_number, store_of
 from trainshed.serve.adapters import AdapterBank, refuse_unserved
 from trainshed.serve.generate import GenerationOutput, generate_text
 from trainshed.serve.kv_cache import choose_limits
@@ -456,9 +455,10 @@ def _run_tokenizer_address(run: Path, recipe: Recipe) -> str | None:
     """Return the address of a run's tokenizer: from its recipe, or from the manifest of its tokens."""
     if isinstance(recipe.tokenizer, str):
         return recipe.tokenizer
-    if not (run / PREPARED_FILE).is_file():
+    prepared = run / PREPARED_FILE
+    if not prepared.is_file():
         return None
-    data = RunTokens.from_plain(orjson.loads((run / PREPARED_FILE).read_bytes())["data"])
+    data = RunTokens.from_plain(read_prepared(prepared.read_bytes(), prepared)["data"])
     for prefix in (prefix for source in data.sources for prefix in source.prefixes):
         manifest = read_token_manifest(_local_artefact(prefix, run))
         if manifest is not None:

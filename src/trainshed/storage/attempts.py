@@ -101,9 +101,20 @@ def newest_attempt(store: Store, run_folder: str) -> int:
 
 
 def newest_attempt_record(store: Store, run_folder: str) -> dict[str, Any] | None:
-    """Who took the newest attempt of a run (`attempt`, `host`, `pid`), None if it was never started."""
+    """Who took the newest attempt of a run (`attempt`, `host`, `pid`), None if it was never started.
+
+    A damaged record does not say who: host and pid are None. Its number is in its name.
+    """
     number = newest_attempt(store, run_folder)
-    return json.loads(store.read(_record_path(run_folder, number))) if number else None
+    if not number:
+        return None
+    try:
+        record = json.loads(store.read(_record_path(run_folder, number)))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("host"), str):
+        record = {"host": None, "pid": None}
+    return record | {"attempt": number}
 
 
 def _attempts_folder(run_folder: str) -> str:

@@ -44,7 +44,15 @@ from trainshed.recipe.data import SourceKeys
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
 from trainshed.reporting import SILENT, Reporter
-from trainshed.run_folder import ANSWERS_TOKENIZER, PREPARED_FILE, RECIPE_FILE, artefacts_of, run_path, store_of
+from trainshed.run_folder import (
+    ANSWERS_TOKENIZER,
+    PREPARED_FILE,
+    RECIPE_FILE,
+    artefacts_of,
+    read_prepared,
+    run_path,
+    store_of,
+)
 from trainshed.storage import LocalStore, StoreOptions, join, open_store, parse
 from trainshed.storage.attempts import newest_attempt
 from trainshed.storage.manifest import MANIFEST
@@ -253,7 +261,7 @@ def begun_run(folder: Path) -> StartedRun | None:
     """Return the data that the run of a folder began with; None where it has had no attempt yet."""
     if not (folder / PREPARED_FILE).is_file() or not newest_attempt(LocalStore(folder), ""):
         return None
-    body = orjson.loads((folder / PREPARED_FILE).read_bytes())
+    body = read_prepared((folder / PREPARED_FILE).read_bytes(), folder / PREPARED_FILE)
     return StartedRun(f"{folder.parent.name}/{folder.name}", RunTokens.from_plain(body["data"]))
 
 
@@ -485,7 +493,7 @@ def _read_prepared(folder: Path) -> tuple[Recipe, dict[str, Any]]:
     path = folder / PREPARED_FILE
     if not path.is_file():
         raise NotFound("this run is not prepared", where=str(folder), hint="run `trainshed run RECIPE` first")
-    return load_recipe(str(folder / RECIPE_FILE)), orjson.loads(path.read_bytes())
+    return load_recipe(str(folder / RECIPE_FILE)), read_prepared(path.read_bytes(), path)
 
 
 def save_run(run: PreparedRun) -> None:

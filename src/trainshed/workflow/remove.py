@@ -11,13 +11,11 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-
-import orjson
 
 from trainshed.checkpoints.native.folder import BEST, LATEST, checkpoints_folder, list_checkpoints
 from trainshed.data.tokens.token_source import RunTokens
@@ -26,11 +24,11 @@ from trainshed.file_locks import lock_file
 from trainshed.launch.local import LocalRun, holder_attempt, holder_text, local_runs, run_holder
 from trainshed.plugins import plugins_not_run
 from trainshed.recipe import load_recipe
-from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, WITHOUT_REFERENCES, artefacts_of, runs_in
+from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, WITHOUT_REFERENCES, artefacts_of, read_prepared, runs_in
 from trainshed.storage import LocalStore, Store, StoreOptions, join
 from trainshed.storage.attempts import newest_attempt_record
 from trainshed.storage.locks import artefact_lock
-from trainshed.storage.manifest import MANIFEST
+from trainshed.storage.manifest import MANIFEST, Manifest
 from trainshed.workflow.run_checkpoints import checkpoint_home
 
 REMOVED_PREFIX = ".removed-"
@@ -212,9 +210,9 @@ def _texts(files: Iterator[Path]) -> Iterator[str]:
 
 def _index_contents(run: LocalRun, options: StoreOptions | None) -> Iterator[str | None]:
     """What the indexes of a run are made of; None where that is not known, and every index must stay."""
-    if not (run.folder / PREPARED_FILE).is_file():
+    if (prepared := _prepared(run)) is None:
         return
-    data = RunTokens.from_plain(orjson.loads((run.folder / PREPARED_FILE).read_bytes())["data"])
+    data = RunTokens.from_plain(prepared["data"])
     for source in data.all_sources:
         try:
             yield source.content_hash(options)
@@ -222,14 +220,19 @@ def _index_contents(run: LocalRun, options: StoreOptions | None) -> Iterator[str
             yield None
 
 
+def _prepared(run: LocalRun) -> dict[str, Any] | None:
+    file = run.folder / PREPARED_FILE
+    return read_prepared(file.read_bytes(), file) if file.is_file() else None
+
+
 def _refers_to(run: LocalRun, folder: Path) -> bool:
     """Whether a run's recipe or base weights name a place inside another run's folder."""
     inside = re.compile(re.escape("/".join(folder.absolute().parts[-3:])) + r"(?![\w.-])")
     if any(inside.search(text) for text in _small_files(run.folder)):
         return True
-    if not (run.folder / PREPARED_FILE).is_file():
+    if (prepared := _prepared(run)) is None:
         return False
-    base = orjson.loads((run.folder / PREPARED_FILE).read_bytes())["base"]
+    base = prepared["base"]
     manifest = Path(base) / MANIFEST if base else None
     return manifest is not None and manifest.is_file() and bool(inside.search(manifest.read_text(encoding="utf-8")))
 
@@ -250,8 +253,8 @@ def _manifests(folder: Path) -> list[Path]:
     return [file for file in folder.glob("*.json") if _MANIFEST.fullmatch(file.name)]
 
 
-def _spec(manifest: Path) -> dict[str, Any]:
-    return orjson.loads(manifest.read_bytes()).get("spec", {})
+def _spec(manifest: Path) -> Mapping[str, Any]:
+    return Manifest.from_bytes(manifest.read_bytes(), str(manifest)).spec
 
 
 def _is_being_made(folder: Path) -> bool:

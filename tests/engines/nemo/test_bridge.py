@@ -47,6 +47,10 @@ IMPORTS = {
     "pathlib": {"Path"},
     "functools": {"partial"},
 }  # fmt: skip
+HALF_BASE = (
+    "{family: llama, layers: 4, hidden: 64, heads: 8, ffn: 128, vocab_size: 512, max_positions: 8192, "
+    "rope: {base: 10000.5}}"
+)
 VARIANTS = {
     "dense": (),
     "fp8": ("train.precision=fp8", "layout.recompute=full", "layout.vp=4"),
@@ -63,7 +67,7 @@ VARIANTS = {
 
 def task(*overrides: str, **place: Any) -> EngineTask:
     recipe = written(RECIPE, overrides)
-    config = None if recipe.model.preset else model_preset("llama3.1-8b")
+    config = None if recipe.model.preset or recipe.model.config else model_preset("llama3.1-8b")
     return task_of(recipe, nodes=2, steps=1000, config=config, **place)
 
 
@@ -143,6 +147,11 @@ def test_arguments_become_fields() -> None:
             ("model={preset: llama3.1-8b, from: hf://org/base}", "train.lora={rank: 8, alpha: 16}"),
             "training all weights",
         ),
+        (
+            ("model={preset: gpt2, init: random}", "layout={}", "data.sequence_length=512"),
+            "learns as many positions as a sample has tokens, and the model has 1024",
+        ),
+        ((f"model={{config: {HALF_BASE}, init: random}}",), "takes a whole number, and it is 10000.5"),
     ],
 )
 def test_wrong_combinations_fail_by_name(overrides: tuple[str, ...], what: str) -> None:

@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from trainshed.checkpoints.base import BaseWeights
 from trainshed.checkpoints.formats import detect_format
 from trainshed.checkpoints.native.folder import CompleteCheckpoint, find_checkpoint
@@ -26,7 +24,7 @@ from trainshed.models.parameters import AddedRows
 from trainshed.recipe import Lora
 from trainshed.recipe.validation import validate
 from trainshed.recipe.yaml_io import SourceMap, YamlDocument
-from trainshed.run_folder import ENGINE, PREPARED_FILE, RECIPE_FILE
+from trainshed.run_folder import ENGINE, PREPARED_FILE, RECIPE_FILE, read_prepared
 from trainshed.storage import StoreOptions, open_store, parse
 
 LORA, BASE, ADDED = "lora", "base", "added"
@@ -96,7 +94,7 @@ def prepared_base(address: str, sha256: str | None = None) -> Path | None:
         return engine_base.resolve()  # what another engine was given
     if run is None or not (run / PREPARED_FILE).is_file():
         return None
-    folder = orjson.loads((run / PREPARED_FILE).read_bytes()).get("base")
+    folder = read_prepared((run / PREPARED_FILE).read_bytes(), run / PREPARED_FILE).get("base")
     if not folder or not Path(folder).is_dir():
         return None
     base = BaseWeights.from_folder(Path(folder))

@@ -177,6 +177,20 @@ def bridge_problems(task: EngineTask) -> Iterator[Problem]:
             f"NeMo is rendered with megatron-core's distributed optimizer, and shard is {layout.shard}",
             "shard: zero1, or engine: megatron",
         )
+    length = task.recipe.data.sequence_length or config.max_positions
+    if config.positions == "learned" and config.max_positions != length:
+        yield Problem(
+            ("data", "sequence_length"),
+            "Megatron-Bridge learns as many positions as a sample has tokens, and the model has "
+            f"{config.max_positions}",
+            f"write {config.max_positions}, or engine: megatron",
+        )
+    if config.rope is not None and not float(config.rope.base).is_integer():
+        yield Problem(
+            ("model", "config", "rope", "base"),
+            f"Megatron-Bridge takes a whole number, and it is {config.rope.base}",
+            "write engine: torch",
+        )
     schedule = task.recipe.train.schedule
     end = task.steps if schedule.name == "wsd" else schedule.decay or task.steps
     if schedule.warmup >= end:

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from math import ceil, isfinite
 from typing import Any
 
-import orjson
-
-from trainshed.errors import NotFound, TrainshedError
+from trainshed.errors import CorruptData, NotFound, TrainshedError
 from trainshed.launch.stored_run import exists, stored_run_status
 from trainshed.observe.engine_logs.run_logs import read_run_events
 from trainshed.observe.event_log import completed_steps
@@ -19,7 +17,7 @@ from trainshed.observe.run_facts import read_run_recipe, run_facts
 from trainshed.plan.model_shape import model_shape
 from trainshed.plan.report.line_chart import SERIES_COLOURS, ChartSeries, html_document, html_table, line_chart
 from trainshed.recipe import Recipe
-from trainshed.run_folder import PREPARED_FILE
+from trainshed.run_folder import PREPARED_FILE, read_prepared
 from trainshed.storage import Store
 
 _CURVE_POINTS = 300
@@ -88,8 +86,8 @@ def is_finished(store: Store, recipe: Recipe, steps: int | None) -> bool:
 
 def _prepared_steps(store: Store) -> int | None:
     try:
-        return orjson.loads(store.read(PREPARED_FILE)).get("steps")
-    except (NotFound, orjson.JSONDecodeError):
+        return read_prepared(store.read(PREPARED_FILE), store.url).get("steps")
+    except (NotFound, CorruptData):
         return None
 
 
