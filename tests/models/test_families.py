@@ -283,6 +283,15 @@ def test_a_published_config_is_the_catalogs_preset(name: str) -> None:
     assert read_hf_config(PUBLISHED[name], "config.json") == model_preset(name)
 
 
+@pytest.mark.parametrize("family", ["olmo3", "gemma3_text"])
+def test_windows_with_the_base_of_all_layers_are_written_as_such(family: str) -> None:
+    config = tiny_config(family, rope={"base": 5e5, "local_base": 5e5})
+    assert config.rope is not None
+    back = read_hf_config(to_hf_config(config), "config.json")
+    assert back.rope == config.rope.model_copy(update={"local_base": None})
+    assert [key for key in ModelConfig.model_fields if getattr(back, key) != getattr(config, key)] == ["rope"]
+
+
 def test_a_config_that_nanotron_wrote_is_llamas() -> None:
     config = read_hf_config(SMOLLM2_135M, "config.json")
     assert (config.layers, config.hidden, config.heads, config.kv_heads, config.ffn) == (30, 576, 9, 3, 1536)

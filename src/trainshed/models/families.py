@@ -417,7 +417,11 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         written |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     # The tensors say how many layers multi-token prediction has.
     back = read_hf_config(written, "config.json").with_mtp_layers(config.mtp_layers)
-    lost = [key for key in ModelConfig.model_fields if getattr(back, key) != getattr(config, key)]
+    meant = config
+    if config.rope is not None and config.rope.scaling is None and config.rope.local_base == config.rope.base:
+        # Layers with a window turn as all others do, and a config that is read does not say it.
+        meant = config.model_copy(update={"rope": config.rope.model_copy(update={"local_base": None})})
+    lost = [key for key in ModelConfig.model_fields if getattr(back, key) != getattr(meant, key)]
     if lost:
         shown = ", ".join(f"`{key}: {getattr(config, key)}`" for key in lost)
         raise InputError(
