@@ -299,6 +299,12 @@ def test_a_config_that_nanotron_wrote_is_llamas() -> None:
         read_hf_config(SMOLLM2_135M | {"rope_interleaved": True}, "config.json")
 
 
+def test_qwen3_coders_config_is_read() -> None:
+    # Of Qwen3-Coder-480B-A35B-Instruct, what no other Qwen3 has.
+    extra = {"qkv_bias": False, "router_aux_loss_coef": 0.0, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    assert read_hf_config(written("qwen3_moe", **extra), "config.json") == tiny_config("qwen3_moe")
+
+
 def test_nemos_width_of_a_head_must_be_that_of_the_config() -> None:
     head_dim = tiny_config("nemotron").head_dim
     assert read_hf_config(written("nemotron", kv_channels=head_dim), "config.json") == tiny_config("nemotron")

@@ -212,6 +212,7 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
         },
         window_style="switched",
         asks_window_layers=False,
+        unread=frozenset({"use_qk_norm"}),  # true in Qwen3-Coder; the family always has the norm
     ),
     "deepseek_v3": HfFamily(
         "DeepseekV3ForCausalLM",
