@@ -28,7 +28,8 @@ ONE_PER_FAMILY = [
     "gemma3-1b",
     "gemma3-27b",
     "phi4",
-    "minitron-4b",
+    "phi4-mini",
+    "minitron-8b",
     "gpt-oss-20b",
     "gpt-oss-120b",
     "llama4-scout",
@@ -49,7 +50,10 @@ PROMISED = {
     "olmo2": ("1b", "7b", "13b", "32b"),
     "olmo3": ("7b", "32b"),
     "gemma2": ("2b", "9b", "27b"),
-    "gemma3": ("1b", "4b", "12b", "27b"),
+    "gemma3": ("270m", "1b", "4b", "12b", "27b"),
+    "phi4": ("mini",),
+    "minitron": ("4b", "8b"),
+    "nemotron4": ("15b", "340b"),
     "deepseek": ("v3",),
     "moonlight": ("16b-a3b",),
     "gpt-oss": ("20b", "120b"),
@@ -157,7 +161,7 @@ def hugging_face_config(config: ModelConfig) -> object:
 
 
 def test_the_catalog_has_every_size_we_promised() -> None:
-    wanted = {"tiny", "gpt2", *(f"{family}-{size}" for family, sizes in PROMISED.items() for size in sizes)}
+    wanted = {"tiny", "gpt2", "phi4", *(f"{family}-{size}" for family, sizes in PROMISED.items() for size in sizes)}
     assert wanted - set(preset_names()) == set()
 
 

@@ -105,6 +105,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
         "torch_dtype": "float32", "transformers_version": "4.42.4", "use_cache": True, "vocab_size": 256000,
     },
+    "gemma2-27b": {
+        "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+        "final_logit_softcapping": 30.0, "head_dim": 128, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 4608, "initializer_range": 0.02,
+        "intermediate_size": 36864, "max_position_embeddings": 8192, "model_type": "gemma2",
+        "num_attention_heads": 32, "num_hidden_layers": 46, "num_key_value_heads": 16, "pad_token_id": 0,
+        "query_pre_attn_scalar": 144, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
+        "sliding_window_size": 4096, "torch_dtype": "float32", "transformers_version": "4.42.0.dev0",
+        "use_cache": True, "vocab_size": 256000, "_attn_implementation": "eager",
+    },
     "gemma3-1b": {
         "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
         "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
@@ -125,6 +136,33 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 250000,
         "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
         "transformers_version": "4.47.0", "use_cache": True, "vocab_size": 100352,
+    },
+    "phi4-mini": {
+        "_name_or_path": "Phi-4-mini-instruct", "architectures": ["Phi3ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+            "AutoTokenizer": "Xenova/gpt-4o",
+        },
+        "bos_token_id": 199999, "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu",
+        "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 8192, "interpolate_factor": 1,
+        "lm_head_bias": False, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "phi3",
+        "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096, "pad_token_id": 199999, "partial_rotary_factor": 0.75,
+        "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "long_factor": [
+                1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649,
+                2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845,
+                5.351743533, 5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129,
+                13.09260651, 14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418,
+                28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28,
+                33.49, 33.5, 44.16, 47.77,
+            ],
+            "short_factor": [1.0] * 48, "type": "longrope",
+        },
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0", "use_cache": True, "vocab_size": 200064,
     },
     "deepseek-v3": {
         "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
@@ -213,6 +251,25 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
         "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
     },
+    "gpt2-medium": {
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+        "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 1024, "n_head": 16, "n_layer": 24,
+        "n_positions": 1024, "n_special": 0, "predict_special_tokens": True, "resid_pdrop": 0.1,
+        "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+        "summary_type": "cls_index", "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
+    },
+}  # fmt: skip
+SMOLLM2_135M: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
+    "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192, "mlp_bias": False,
+    "model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+    "pad_token_id": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None,
+    "rope_theta": 100000, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+    "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 49152,
 }  # fmt: skip
 SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
 
@@ -224,6 +281,35 @@ def written(family: str, **changes: object) -> dict[str, Any]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_is_the_catalogs_preset(name: str) -> None:
     assert read_hf_config(PUBLISHED[name], "config.json") == model_preset(name)
+
+
+@pytest.mark.parametrize("family", ["olmo3", "gemma3_text"])
+def test_windows_with_the_base_of_all_layers_are_written_as_such(family: str) -> None:
+    config = tiny_config(family, rope={"base": 5e5, "local_base": 5e5})
+    assert config.rope is not None
+    back = read_hf_config(to_hf_config(config), "config.json")
+    assert back.rope == config.rope.model_copy(update={"local_base": None})
+    assert [key for key in ModelConfig.model_fields if getattr(back, key) != getattr(config, key)] == ["rope"]
+
+
+def test_a_config_that_nanotron_wrote_is_llamas() -> None:
+    config = read_hf_config(SMOLLM2_135M, "config.json")
+    assert (config.layers, config.hidden, config.heads, config.kv_heads, config.ffn) == (30, 576, 9, 3, 1536)
+    with pytest.raises(InputError, match="nothing for `rope_interleaved: true`"):
+        read_hf_config(SMOLLM2_135M | {"rope_interleaved": True}, "config.json")
+
+
+def test_qwen3_coders_config_is_read() -> None:
+    # Of Qwen3-Coder-480B-A35B-Instruct, what no other Qwen3 has.
+    extra = {"qkv_bias": False, "router_aux_loss_coef": 0.0, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    assert read_hf_config(written("qwen3_moe", **extra), "config.json") == tiny_config("qwen3_moe")
+
+
+def test_nemos_width_of_a_head_must_be_that_of_the_config() -> None:
+    head_dim = tiny_config("nemotron").head_dim
+    assert read_hf_config(written("nemotron", kv_channels=head_dim), "config.json") == tiny_config("nemotron")
+    with pytest.raises(InputError, match=f"`kv_channels: {head_dim + 2}` is not the {head_dim} of `head_dim`"):
+        read_hf_config(written("nemotron", kv_channels=head_dim + 2), "config.json")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -116,7 +116,13 @@ _GEMMA_DEFAULTS = {
     "sliding_window": 4096,
 }
 _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
-    "llama": HfFamily("LlamaForCausalLM", _COMMON, _DEFAULTS | {"num_key_value_heads": None}, DENSE_NAMES),
+    "llama": HfFamily(
+        "LlamaForCausalLM",
+        _COMMON,
+        _DEFAULTS | {"num_key_value_heads": None},
+        DENSE_NAMES,
+        unread=frozenset({"is_llama_config"}),  # nanotron's word for the family, in SmolLM
+    ),
     "mistral": HfFamily(
         "MistralForCausalLM", _COMMON, _DEFAULTS | {"sliding_window": 4096}, DENSE_NAMES, window_style="all"
     ),
@@ -141,7 +147,8 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
         GEMMA_NAMES,
         window_style="pattern",
         full_attention_every=2,
-        unread=frozenset({"hidden_act", "cache_implementation"}),
+        # The window stands twice in the 9B and 27B; transformers reads `sliding_window`.
+        unread=frozenset({"hidden_act", "cache_implementation", "sliding_window_size"}),
     ),
     "gemma3_text": HfFamily(
         "Gemma3ForCausalLM",
@@ -164,7 +171,9 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
         # What Phi-3's first configs wrote; transformers takes both for `longrope`.
         rope_kind_names={"su": "longrope", "yarn": "longrope"},
         window_style="all",
-        unread=frozenset({"original_max_position_embeddings"}),
+        # Phi-3's and Phi-4-mini's configs name code of their own (`auto_map`), older than the family in transformers;
+        # no layer there reads Phi-4-mini's other two.
+        unread=frozenset({"original_max_position_embeddings", "auto_map", "full_attn_mod", "interpolate_factor"}),
     ),
     "nemotron": HfFamily(
         "NemotronForCausalLM",
@@ -203,6 +212,7 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
         },
         window_style="switched",
         asks_window_layers=False,
+        unread=frozenset({"use_qk_norm"}),  # true in Qwen3-Coder; the family always has the norm
     ),
     "deepseek_v3": HfFamily(
         "DeepseekV3ForCausalLM",
@@ -322,6 +332,7 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
             "initializer_range": 0.02,
         },
         GPT2_NAMES,
+        unread=frozenset({"output_past", "predict_special_tokens"}),  # of transformers before 3
     ),
 }
 
@@ -375,6 +386,7 @@ _HARMLESS = frozenset({
     "max_window_layers",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
     "task_specific_params", "id2label", "label2id", "num_labels", "problem_type", "unsloth_version", "unsloth_fixed",
+    "transformers.js_config",
     "temperature", "top_k", "top_p", "typical_p", "num_beams", "num_beam_groups", "num_return_sequences",
     "repetition_penalty",
     "length_penalty", "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "diversity_penalty", "max_length",
@@ -426,7 +438,11 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         written |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     # The tensors say how many layers multi-token prediction has.
     back = read_hf_config(written, "config.json").with_mtp_layers(config.mtp_layers)
-    lost = [key for key in ModelConfig.model_fields if getattr(back, key) != getattr(config, key)]
+    meant = config
+    if config.rope is not None and config.rope.scaling is None and config.rope.local_base == config.rope.base:
+        # Layers with a window turn as all others do, and a config that is read does not say it.
+        meant = config.model_copy(update={"rope": config.rope.model_copy(update={"local_base": None})})
+    lost = [key for key in ModelConfig.model_fields if getattr(back, key) != getattr(meant, key)]
     if lost:
         shown = ", ".join(f"`{key}: {getattr(config, key)}`" for key in lost)
         raise InputError(
@@ -504,6 +520,8 @@ class _ConfigReader:
             self._read_llama4(config)
         if self._decoder == "gpt_oss":
             self._read_gpt_oss(config)
+        if self._decoder == "nemotron":
+            self._read_nemotron(config)
         if self._decoder == "qwen3_moe":
             self._read.add("intermediate_size")  # of layers without experts, and `mlp_only_layers` must name none
         return config
@@ -559,6 +577,16 @@ class _ConfigReader:
         if tuned and nope:
             whole = int(tokens) if isinstance(tokens, float) and tokens.is_integer() else tokens
             config["attention_temperature"] = {"scale": scale, "tokens": whole}
+
+    def _read_nemotron(self, config: dict[str, Any]) -> None:
+        """See that NeMo's word for the width of a head, which its conversion leaves beside ours, says the same."""
+        self._read.add("kv_channels")
+        width = self._config.get("kv_channels")
+        if width is not None and width != config["head_dim"]:
+            raise self._error(
+                f"`kv_channels: {as_json(width)}` is not the {config['head_dim']} of `head_dim`",
+                "write the width of a head as `head_dim`",
+            )
 
     def _read_gpt_oss(self, config: dict[str, Any]) -> None:
         """See that biases are where the family has them, and that weights are stored as they can be read."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 MIN_BYTES = 1 << 12
 """What is smaller stays on the device: a copy of it costs more than its memory is worth."""
@@ -121,6 +122,8 @@ class _LayerActivations:
         self._offload, self._module, self._shared, self._previous = offload, module, shared, previous
         self._token_counts = token_counts
         self._staying: set[int] | None = None
+        self._gathered_later: list[tuple[nn.Module, str]] = []
+        """The weights of which this rank has only a shard when the layer begins: FSDP gathers experts by themselves."""
         self._weight_shapes: set[tuple[int, ...]] = set()
         self._storages: dict[int, weakref.ref[_SavedStorage]] = {}
         self._sent: torch.cuda.Event | None = None
@@ -134,6 +137,12 @@ class _LayerActivations:
             own = [*self._module.parameters(), *self._module.buffers()]
             self._staying = self._shared | {_address(parameter) for parameter in own}
             self._weight_shapes = {tuple(parameter.shape) for parameter in own if parameter.dim() > 1}
+            self._gathered_later = [
+                (module, name)
+                for module in self._module.modules()
+                for name, parameter in module.named_parameters(recurse=False)
+                if isinstance(parameter, DTensor)
+            ]
         storage = tensor.untyped_storage() if type(tensor) in (torch.Tensor, nn.Parameter) else None
         if (
             storage is None
@@ -145,12 +154,19 @@ class _LayerActivations:
             return _SavedTensor(self, tensor)
         reference = self._storages.get(storage.data_ptr())
         saved = reference() if reference is not None else None
+        if saved is None and self._is_gathered_weight(storage):
+            return _SavedTensor(self, tensor)
         if saved is None:
             saved = _SavedStorage(storage.nbytes(), storage)
             self._storages[storage.data_ptr()] = weakref.ref(saved)
         return _SavedTensor(
             self, None, saved, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         )
+
+    def _is_gathered_weight(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is that of a weight which was gathered after the layer had begun."""
+        address = storage.data_ptr()
+        return any(_address(getattr(module, name)) == address for module, name in self._gathered_later)
 
     def _is_weight_copy(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a weight in another dtype, or transposed, which a compiled layer saves for backward."""
@@ -234,7 +250,7 @@ class _LayerActivations:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    local = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr()
 
 

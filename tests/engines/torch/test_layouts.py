@@ -59,6 +59,7 @@ MORE = [
     "tp=2,overlap=tp,recompute=full,dp=2,shard=full,micro_batch=2",
     "tp=2,overlap=tp,pp=2,cp=2,micro_batch=4",
     "dp=2,shard=full,offload=activations,recompute=full,micro_batch=2",
+    "dp=2,shard=full,offload=activations,micro_batch=2",
     "pp=2,schedule=zero_bubble,offload=activations,micro_batch=2",
     "cp=2,dp=2,offload=activations,micro_batch=2",
     "tp=4,micro_batch=8",
@@ -112,7 +113,15 @@ SAMPLED = {
         "pp=2,stages=1+3,micro_batch=2",
         "pp=2,schedule=zero_bubble,offload=activations,micro_batch=2",
     ]
-} | {("moe", each) for each in ["pp=2,vp=2,micro_batch=2", "tp=2,recompute=selective,micro_batch=4", *EXPERTS[:4]]}
+} | {
+    ("moe", each)
+    for each in [
+        "pp=2,vp=2,micro_batch=2",
+        "tp=2,recompute=selective,micro_batch=4",
+        "dp=2,shard=full,offload=activations,micro_batch=2",
+        *EXPERTS[:4],
+    ]
+}
 """What `make test` proves besides; the rest is in `make test-all`."""
 
 

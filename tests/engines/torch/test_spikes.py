@@ -102,6 +102,30 @@ def test_a_resumed_run_is_bitwise_the_one_that_never_stopped(small_runs: SmallRu
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize(
+    "second", ["global_batch: 1, data: {seed: 5}", pytest.param("sequence_length: 32", marks=pytest.mark.full)]
+)
+def test_a_phase_that_cannot_be_compared_begins_with_an_empty_window(small_runs: SmallRuns, second: str) -> None:
+    # The gradient of one row is larger than that of eight: held against the first phase, every step would be a spike.
+    phases = (
+        "train.steps=null",
+        "train.schedule={}",
+        "train.spikes={sigma: 6, window: 4, max_in_a_row: 1}",
+        f"train.phases=[{{steps: 6}}, {{steps: 4, {second}}}, {{steps: 3, {second}}}]",
+        "checkpoint.every=6",
+    )
+    straight = small_runs.new_folder()
+    got = small_runs.train(straight, "dense", "micro_batch=1", *phases)
+    assert [event["step"] for event in got if event["skipped"]] == []
+    # Steps 6 to 12: the third phase is like the second, so its window goes on.
+    assert state(straight, 13)["spikes.counts"].tolist() == [7, 0]
+    assert state(straight, 6)["spikes.counts"].tolist() == [6, 0]
+    stopped = small_runs.new_folder()
+    small_runs.train(stopped, "dense", "micro_batch=1", *phases, "train.phases=[{steps: 6}]")
+    assert figures(small_runs.train(stopped, "dense", "micro_batch=1", *phases)) == figures(got)
+    assert torch.equal(state(stopped, 13)["spikes.window"], state(straight, 13)["spikes.window"])
+
+
 @pytest.mark.parametrize("layout", [ALONE, pytest.param("tp=2,micro_batch=4", marks=pytest.mark.full)])
 def test_too_many_in_a_row_end_the_run_with_figures_and_a_way_on(
     small_runs: SmallRuns, rank_pool: RankPool, layout: str

@@ -2,7 +2,8 @@
 
 A figure is a spike if it is above mean + sigma · standard deviation of its window: the last `window` steps that were
 learned. Nothing is a spike before the window is full, and a low figure never is one. A skipped step does not enter the
-window.
+window. It begins anew with a phase of other data, another batch or other lengths: all of its steps may be above what
+was usual before.
 
 The window is on the device, because the host reads a step's figures when the next step is already running. All ranks
 have the same summed figures, so they decide alike. The window is saved with a checkpoint, so that a resumed run decides
@@ -50,6 +51,10 @@ class SpikeDetector:
         in_a_row.copy_(torch.where(spike, in_a_row + 1, torch.where(non_finite > 0, in_a_row, 0)))
         self.spike = spike
         return skip
+
+    def restart(self) -> None:
+        """Forget the learned steps: nothing is a spike before the window is full again."""
+        self.counts.zero_()
 
     def figures(self) -> torch.Tensor:
         """Return the `SPIKE_FIGURES` of the last decision: 0 in a row if it was not a spike."""

@@ -92,6 +92,7 @@ class Trainer:
             self._catch_up()
             began, self._last_timestamp = time.monotonic(), DeviceTimestamp(self.device)
             self._report_phase()
+            self._restart_spike_window()
             while self._goes_on():
                 self.watchdog.heartbeat(self.step, "first_step" if self._ranks_may_diverge else "step")
                 self.profiler.before(self.step)
@@ -132,6 +133,7 @@ class Trainer:
                 self.job = following
                 self.loader = self._batch_loader()
                 self._report_phase()
+                self._restart_spike_window()
         return self.step < self.job.last_step and self._stop is None and self._early_stop is None
 
     def _batch_loader(self) -> BatchLoader:
@@ -159,6 +161,16 @@ class Trainer:
             global_batch=phase.order.schedule.global_batch,
             layout=str(phase.layout),
         )
+
+    def _restart_spike_window(self) -> None:
+        """Forget the window at the start of a phase whose loss and norm are not comparable with those before it."""
+        if self.runner.spikes is None or self.job.phase is None or self.step != self.job.phase.span.start:
+            return
+        span = self.job.phase.span
+        before = self.job.phases[span.number - 1].span if span.number else span
+        same_batch = span.recipe.train.global_batch == before.recipe.train.global_batch
+        if not same_batch or (span.recipe.data, span.rope_base) != (before.recipe.data, before.rope_base):
+            self.runner.spikes.restart()
 
     def _end_profile(self) -> None:
         """Report what a cycle of the profiler has left; the time to write it does not count for the next step."""
