@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import sys
 from pathlib import Path
 
 import pytest
 
+from support.terminal import at_a_terminal
 from trainshed.cli import run_cli
 from trainshed.recipe import load_cluster, load_recipe
 
@@ -62,24 +60,34 @@ def test_without_a_terminal_what_is_missing_is_named(capsys: pytest.CaptureFixtu
 
 
 def test_at_a_terminal_four_questions_are_asked_and_enter_takes_the_usual_answer(here: Path) -> None:
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execv(sys.executable, [sys.executable, "-m", "trainshed", "init"])
-    os.write(terminal, b"gpt-125m\n\n500\n\n")
-    shown = b""
-    while True:
-        try:
-            piece = os.read(terminal, 4096)
-        except OSError:  # the other end is closed
-            break
-        shown += piece
-        if not piece:
-            break
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, shown
-    os.close(terminal)
-    assert shown.count(b"? ") >= 4
+    code, shown = at_a_terminal(["init"], b"gpt-125m\n\n500\n\n")
+    assert code == 0, shown
+    assert shown.count("? ") >= 4
     recipe = load_recipe("recipe.yaml")
     assert (recipe.name, recipe.model.preset, recipe.train.steps) == ("gpt-125m", "gpt-125m", 500)
+
+
+def test_a_wrong_answer_is_asked_for_again_and_no_answer_is_not_the_usual_one(here: Path) -> None:
+    code, shown = at_a_terminal(["init"], b"lama3-8b\ntiny\n\nsoon\n500\n\n")
+    assert code == 0, shown
+    assert "there is no model preset `lama3-8b`" in shown
+    assert "`soon` is not a count" in shown
+    assert shown.count("Which model?") == shown.count("How long?") == 2
+    answers = b"k8s\nray\ndgx-h1000\ndgx-h100\n/shared\nmany\n4\n\n"
+    code, shown = at_a_terminal(["init", "cluster"], answers)
+    assert code == 0, shown
+    cluster = load_cluster("my-cluster")
+    assert (cluster.target, cluster.machine, cluster.nodes.max) == ("ray", "dgx-h100", 4)
+    end_of_file = b"\x04"
+    code, shown = at_a_terminal(["init", "other.yaml"], b"tiny\n" + end_of_file)
+    assert code == 2
+    assert "--data: no answer was given, and nothing was written" in shown
+    assert not Path("other.yaml").exists()
+
+
+def test_weights_that_are_there_are_trained_on_gently() -> None:
+    assert run_cli(["init", "--model", "hf://org/name", "--data", "data/*.jsonl", "--length", "1B"]) == 0
+    assert load_recipe("recipe.yaml").train.optimizer.lr == 3e-5
 
 
 def test_clusters_are_listed_copied_and_checked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,22 @@ def test_work_that_is_done_again_is_lost_and_so_is_the_wait() -> None:
     assert again.count == 4
 
 
+def test_the_time_after_the_last_step_until_more_are_asked_for_is_not_waiting() -> None:
+    clock = Clock()
+    clock.steps(10)
+    clock.emit("end", reason="finished", exit_code=0)
+    clock.restart(86_400.0, step=10)
+    clock.emit("end", 1.0, reason="finished", exit_code=0)
+    assert measure_goodput(clock.events) == measure_goodput(clock.events[:11])
+    clock.restart(86_400.0, step=10)
+    clock.steps(10)
+    clock.emit("end", reason="finished", exit_code=0)
+    goodput = measure_goodput(clock.events)
+    assert goodput is not None
+    assert (goodput.steps, goodput.attempts, lost(goodput)) == (20, 2, {})
+    assert goodput.wall_seconds == pytest.approx(40.0)
+
+
 def test_validations_checkpoints_stalls_and_skipped_steps_are_named() -> None:
     clock = Clock()
     clock.steps(5)

@@ -15,6 +15,7 @@ import pytest
 from support.runs.job_files import write_files
 from support.runs.plugged_ranks import EXAMPLES, write_plugged
 from support.runs.small_runs import events
+from support.terminal import at_a_terminal
 from trainshed.cli import run_cli
 from trainshed.cli.console import reporter
 from trainshed.errors import InputError
@@ -167,6 +168,16 @@ def test_several_nodes_are_refused_by_a_target_that_has_one(recipe: Path, capsys
     words = ["submit", str(recipe), "layout={dp: 2}", "--nodes", "2", "--on", str(recipe.parent / "own.yaml")]
     assert run_cli([*words, "--yes"]) == 2
     assert "a job of 2 nodes, and the target shell runs a stage on one" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_terminal_that_is_closed_at_the_question_sends_nothing(recipe: Path, tmp_path: Path) -> None:
+    end_of_file = b"\x04"
+    code, shown = at_a_terminal(["submit", str(recipe), "--on", str(recipe.parent / "own.yaml")], end_of_file)
+    assert code == 1
+    assert "to own? [Y/n]" in shown
+    assert "nothing was sent" in shown
+    assert not (tmp_path / "shared").exists()
+    assert run_cli(["status", "plugged"]) == 2
 
 
 def test_plan_and_render_know_the_names_of_plugins(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,6 +78,17 @@ def reporter() -> Reporter:
 _latest: Reporter | None = None
 
 
+def ask(question: str) -> str | None:
+    """Ask a person at the terminal; None where they closed it (Ctrl-D) and gave no answer."""
+    sys.stderr.write(f"{question} ")
+    sys.stderr.flush()
+    line = sys.stdin.readline()
+    if not line:
+        sys.stderr.write("\n")
+        return None
+    return line.strip()
+
+
 def tell_wait(text: str) -> None:
     """Say that something is being waited for, above any progress bars."""
     (_latest or PlainReporter()).note(text)

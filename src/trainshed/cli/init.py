@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -52,12 +53,31 @@ def recipe(
 
     check_new_file(file)
     wanted = model or _ask(
-        "Which model? A preset (`tiny`, `llama3.2-1b`), or weights (hf://org/name)", "tiny", "--model"
+        "Which model? A preset (`tiny`, `llama3.2-1b`), or weights (hf://org/name)",
+        "tiny",
+        "--model",
+        lambda answer: starter_recipe("run", answer, "data/*.jsonl", "1000"),
     )
-    text_files = data or _ask("Which text? JSONL or parquet files", "data/*.jsonl", "--data")
-    steps = length or _ask("How long? Steps (1000) or tokens (20B)", "1000", "--length")
+    text_files = data or _ask(
+        "Which text? JSONL or parquet files",
+        "data/*.jsonl",
+        "--data",
+        lambda answer: starter_recipe("run", wanted, answer, "1000"),
+    )
+    steps = length or _ask(
+        "How long? Steps (1000) or tokens (20B)",
+        "1000",
+        "--length",
+        lambda answer: starter_recipe("run", wanted, text_files, answer),
+    )
     usual = file.stem if file.stem != "recipe" else wanted.rstrip("/").rpartition("/")[2]
-    called = name or _ask("What are its runs called?", usual, "--name", required=False)
+    called = name or _ask(
+        "What are its runs called?",
+        usual,
+        "--name",
+        lambda answer: starter_recipe(answer, wanted, text_files, steps),
+        required=False,
+    )
     write_new_file(file, starter_recipe(called, wanted, text_files, steps))
     next_steps = [f"trainshed plan {file} --gpu h100 --gpus 8", f"trainshed run {file}"]
     _report(file, next_steps, output)
@@ -95,21 +115,48 @@ def cluster(
         `json` for programs.
     """
     from trainshed.cli.recipes import check_new_file, write_new_file
-    from trainshed.errors import InputError
+    from trainshed.recipe.cluster.schema import CPU_MACHINE
     from trainshed.workflow.starter_files import TARGETS, starter_cluster
 
     check_new_file(file)
-    scheduler = target or _ask(f"What schedules jobs there? {', '.join(TARGETS)}", "slurm", "--target")
-    kind = machine or _ask("Which machines? (dgx-h100, p5.48xlarge, a3-mega, cpu)", "dgx-h100", "--machine")
-    place = store or _ask(
-        "Where are runs kept? A folder that all nodes see, or a bucket", "/shared/trainshed", "--store"
+
+    def check(target: str, machine: str = CPU_MACHINE, store: str = "/shared", address: str | None = None) -> None:
+        if target == "ray":
+            address = address or usual_address
+        starter_cluster("new", target, machine, store, 1, address)
+
+    usual_address = "http://head:8265"
+    scheduler = target or _ask(
+        f"What schedules jobs there? {', '.join(TARGETS)}",
+        "slurm",
+        "--target",
+        lambda answer: check(answer),
     )
-    count = nodes if nodes is not None else _ask("How many nodes are there?", "1", "--nodes", required=False)
-    if not str(count).isdecimal() or int(count) < 1:
-        raise InputError(f"`{count}` is not a number of nodes", where="--nodes", hint="write 1 or more")
+    kind = machine or _ask(
+        "Which machines? (dgx-h100, p5.48xlarge, a3-mega, cpu)",
+        "dgx-h100",
+        "--machine",
+        lambda answer: check(scheduler, answer),
+    )
+    place = store or _ask(
+        "Where are runs kept? A folder that all nodes see, or a bucket",
+        "/shared/trainshed",
+        "--store",
+        lambda answer: check(scheduler, kind, answer),
+    )
+    count = _node_count(
+        str(nodes)
+        if nodes is not None
+        else _ask("How many nodes are there?", "1", "--nodes", _node_count, required=False)
+    )
     if scheduler == "ray":
-        address = address or _ask("Where does Ray's head take jobs?", "http://head:8265", "--address")
-    text = starter_cluster(file.stem, scheduler, kind, place, int(count), address)
+        address = address or _ask(
+            "Where does Ray's head take jobs?",
+            usual_address,
+            "--address",
+            lambda answer: check(scheduler, kind, place, answer),
+        )
+    text = starter_cluster(file.stem, scheduler, kind, place, count, address)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_new_file(file, text)
     named = file.stem if file.parent == Path("clusters") else str(file)
@@ -119,17 +166,36 @@ def cluster(
 app.command(recipe, name="recipe")
 
 
-def _ask(question: str, usual: str, flag: str, *, required: bool = True) -> str:
-    """Ask a person at a terminal; where there is none the flag must say it, or the usual answer is taken."""
+def _node_count(text: str) -> int:
+    from trainshed.errors import InputError
+
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"`{text}` is not a number of nodes", where="--nodes", hint="write 1 or more")
+    return int(text)
+
+
+def _ask(question: str, usual: str, flag: str, check: Callable[[str], object], *, required: bool = True) -> str:
+    """Ask a person at a terminal until `check` raises nothing.
+
+    Where there is no terminal the flag must say it, or the usual answer is taken.
+    """
+    from trainshed.cli.console import ask, print_error
     from trainshed.errors import InputError
 
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         if not required:
             return usual
         raise InputError("is missing, and there is no terminal to ask at", where=flag, hint=f"write {flag} {usual}")
-    sys.stderr.write(f"{question} [{usual}] ")
-    sys.stderr.flush()
-    return sys.stdin.readline().strip() or usual
+    while True:
+        answer = ask(f"{question} [{usual}]")
+        if answer is None:
+            raise InputError("no answer was given, and nothing was written", where=flag, hint=f"write {flag} {usual}")
+        try:
+            check(answer or usual)
+        except InputError as error:
+            print_error(error)
+            continue
+        return answer or usual
 
 
 def _report(file: Path, next_steps: list[str], output: Output) -> None:

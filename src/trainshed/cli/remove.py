@@ -185,15 +185,14 @@ def _confirm(what: str, lines: list[str], yes: bool, output: Output) -> None:
     """Ask a person at a terminal; anybody else must have written --yes."""
     import sys
 
+    from trainshed.cli.console import ask
     from trainshed.errors import InputError
 
     if yes:
         return
     shown = "\n".join([f"{what}:", *lines])
     if sys.stdin.isatty() and sys.stderr.isatty() and output == "text":
-        sys.stderr.write(f"{shown}\nremove it? [y/N] ")
-        sys.stderr.flush()
-        if sys.stdin.readline().strip().lower() in ("y", "yes"):
+        if (ask(f"{shown}\nremove it? [y/N]") or "").lower() in ("y", "yes"):
             return
         raise InputError("nothing was removed")
     raise InputError(f"{shown}\nnothing was removed", hint="write --yes to remove it")

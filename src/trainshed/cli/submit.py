@@ -177,11 +177,15 @@ def _confirmed(job: Job) -> bool:
     """Ask a person at a terminal; nobody else."""
     import sys
 
+    from trainshed.cli.console import ask
+
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return True
-    sys.stderr.write(f"submit {job.name} to {job.cluster.name}? [Y/n] ")
-    sys.stderr.flush()
-    return sys.stdin.readline().strip().lower() in ("", "y", "yes")
+    answer = ask(f"submit {job.name} to {job.cluster.name}? [Y/n]")
+    if answer is not None and answer.lower() in ("", "y", "yes"):
+        return True
+    sys.stderr.write("nothing was sent\n")
+    return False
 
 
 def run_on_cluster(

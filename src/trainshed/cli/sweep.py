@@ -160,6 +160,7 @@ def _confirmed(planned: PlannedSweep) -> bool:
     """Ask a person at a terminal; anybody else must have written --yes."""
     import sys
 
+    from trainshed.cli.console import ask
     from trainshed.errors import InputError
 
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -167,6 +168,5 @@ def _confirmed(planned: PlannedSweep) -> bool:
             f"{len(planned.points)} jobs would be sent to {planned.cluster.name}, and nobody is here to be asked",
             hint="write --yes to send them, or --dry-run to look",
         )
-    sys.stderr.write(f"start {len(planned.points)} runs on {planned.cluster.name}? [y/N] ")
-    sys.stderr.flush()
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    answer = ask(f"start {len(planned.points)} runs on {planned.cluster.name}? [y/N]")
+    return (answer or "").lower() in ("y", "yes")

@@ -1,7 +1,8 @@
 """Goodput: the share of a run's time in which it did steps that count, and where the rest went.
 
 The time is that of the attempts, from the start of the first to the end of the last, with the waiting between them;
-stages before it hold no GPU. A step counts if no later attempt did it again and it updated the weights. A step that was
+stages before it hold no GPU. What lies between an attempt that finished all its steps and one that was asked for more of
+them is not waiting, and an attempt that found nothing to do does not count. A step counts if no later attempt did it again and it updated the weights. A step that was
 stalled, and the first one of an attempt, count as much as a usual step takes: the rest of their time is lost.
 """
 
@@ -67,17 +68,25 @@ def measure_goodput(events: Iterable[dict[str, Any]]) -> RunGoodput | None:
     by_attempt: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for event in of_attempts:
         by_attempt[event.get("attempt", 1)].append(event)
-    accounts = [_account(by_attempt[attempt], counting, usual) for attempt in sorted(by_attempt)]
+    accounts = [
+        _account(by_attempt[attempt], counting, usual)
+        for attempt in sorted(by_attempt)
+        if not _found_nothing_to_do(by_attempt[attempt])
+    ]
     lost: dict[str, list[float]] = defaultdict(list)
+    unasked_seconds = 0.0
     for earlier, later in pairwise(accounts):
-        if later.began > earlier.ended:
-            lost["waiting between attempts"].append(later.began - earlier.ended)
+        gap = max(0.0, later.began - earlier.ended)
+        if earlier.finished:
+            unasked_seconds += gap
+        elif gap:
+            lost["waiting between attempts"].append(gap)
     for account in accounts:
         for reason, seconds in account.lost:
             lost[reason].append(seconds)
     entries = [LostTime(reason, sum(seconds), len(seconds)) for reason, seconds in lost.items() if sum(seconds) > 0]
     return RunGoodput(
-        wall_seconds=accounts[-1].ended - accounts[0].began,
+        wall_seconds=accounts[-1].ended - accounts[0].began - unasked_seconds,
         productive_seconds=sum(account.productive for account in accounts),
         steps=sum(account.steps for account in accounts),
         attempts=len(accounts),
@@ -103,6 +112,7 @@ class _AttemptAccount:
     productive: float
     steps: int
     lost: list[tuple[str, float]]
+    finished: bool
 
 
 def _account(events: Sequence[dict[str, Any]], counting: set[int], usual: float) -> _AttemptAccount:
@@ -165,7 +175,17 @@ def _account(events: Sequence[dict[str, Any]], counting: set[int], usual: float)
     lost.append(("start: other", max(0.0, first_step_began - began - before)))
     rest = (ended - began) - productive - sum(seconds for _, seconds in lost)
     lost.append(("other", max(0.0, rest)))
-    return _AttemptAccount(began, ended, productive, steps, [(why, seconds) for why, seconds in lost if seconds > 0])
+    lost = [(why, seconds) for why, seconds in lost if seconds > 0]
+    return _AttemptAccount(began, ended, productive, steps, lost, _finished(events))
+
+
+def _finished(events: Sequence[dict[str, Any]]) -> bool:
+    return any(event["kind"] == "end" and event.get("reason") == "finished" for event in events)
+
+
+def _found_nothing_to_do(events: Sequence[dict[str, Any]]) -> bool:
+    """Whether the run was started again after its last step: such an attempt ends as soon as it has loaded."""
+    return _finished(events) and not any(event["kind"] == "step" for event in events)
 
 
 def _span(events: Sequence[dict[str, Any]]) -> tuple[float, float]:

@@ -19,6 +19,8 @@ _SMALL_PARAMETERS = 10**7
 """Below it a model is one to try things with: few tokens a step, fp32, on any CPU."""
 _LEARNING_RATES = ((10**9, 6e-4), (4 * 10**9, 3e-4), (10**12, 1.5e-4))
 """By the number of weights: about those of GPT-3, table 2.1 (arXiv 2005.14165)."""
+_CONTINUED_LEARNING_RATE = 3e-5
+"""Of weights that are there already: more unlearns what they know. That of recipes/eks-llama2-7b-cpt.yaml."""
 _SEQUENCE_LENGTH, _BATCH_TOKENS, _VALIDATION_SHARE = 4096, 4 * 2**20, 0.01
 _HUB_SOURCE = re.compile(r"hf://[\w.-]+/[\w.-]+")
 
@@ -34,10 +36,13 @@ def starter_recipe(name: str, model: str, data: str, length: str) -> str:
     if "/" in model or Path(model).is_dir():
         values |= {"model": {"from": model}, "tokenizer": model}
         parameters, positions = _SMALL_PARAMETERS, _SEQUENCE_LENGTH
+        rate = _CONTINUED_LEARNING_RATE
     else:
         entry = model_entry(model)
         source = _HUB_SOURCE.match(entry.source)
         parameters, positions = entry.parameters, entry.config.max_positions
+        fresh = next(fresh for limit, fresh in _LEARNING_RATES if parameters <= limit)
+        rate = 1e-3 if parameters < _SMALL_PARAMETERS else fresh
         values["model"] = {"preset": model, "init": "random"}
         values["tokenizer"] = source[0] if source else {"train": {"vocab_size": min(entry.config.vocab_size, 8192)}}
     small = parameters < _SMALL_PARAMETERS
@@ -53,7 +58,7 @@ def starter_recipe(name: str, model: str, data: str, length: str) -> str:
         key: steps if steps is not None else length.strip(),
         "global_batch": 8 if small else _BATCH_TOKENS // sequence_length,
         "precision": "fp32" if small else "bf16",
-        "optimizer": {"lr": 1e-3 if small else next(rate for limit, rate in _LEARNING_RATES if parameters <= limit)},
+        "optimizer": {"lr": rate},
         "schedule": {"name": "cosine", "warmup": 0 if steps is not None and steps < 100 else 50},
     }
     values["layout"] = "auto"
