@@ -238,7 +238,8 @@ def test_more_than_the_queue_can_ever_have_is_refused(server: KubernetesServer) 
     assert refusals() == []
     quotas |= {"nvidia.com/gpu": "8", "memory": "1500Gi"}
     assert refusals() == [
-        "the queue gpus may have 1,500Gi memory at most, and the job needs 3,072Gi",
+        "the queue gpus may have 1,500Gi memory at most, and the job needs 3,072Gi "
+        "(`limits.stages` says how much a stage asks for)",
         "the queue gpus may have 8 nvidia.com/gpu at most, and the job needs 16",
     ]
     quotas |= {"nvidia.com/gpu": "0"}

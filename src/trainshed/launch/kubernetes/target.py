@@ -329,7 +329,8 @@ def _check_quota(api: KubeApi, job: Job, name: str, queue: KubeObject) -> Iterat
     for resource, amount in wanted.items():
         if offered.get(resource, amount) < amount:
             most, needed = (_show_quantity(resource, value) for value in (offered[resource], amount))
-            yield f"the queue {name} may have {most} {resource} at most, and the job needs {needed}"
+            less = " (`limits.stages` says how much a stage asks for)" if resource in ("cpu", "memory") else ""
+            yield f"the queue {name} may have {most} {resource} at most, and the job needs {needed}{less}"
 
 
 def _pod_requests(plan: PlannedStage) -> dict[str, float]:
