@@ -152,7 +152,7 @@ def test_devices_that_no_node_offers_are_said_before_anything_is_sent(server: Ku
     assert target.check(job) == [], "no node yet: an autoscaler may make one"
     server.put("/api/v1/nodes/cpu", {"status": {"allocatable": {"cpu": "8"}}})
     assert target.check(job) == []
-    offered = {"nvidia.com/gpu": "8", "rdma/hca_shared_devices_a": "63", "cpu": "96"}
+    offered = {"nvidia.com/gpu": "8", "rdma/hca_shared_devices_a": "63", "cpu": "95500m", "memory": "1840000000Ki"}
     server.put("/api/v1/nodes/gpu", {"status": {"allocatable": offered}})
     assert target.check(job) == [
         "no node with nvidia.com/gpu offers rdma/ib; they offer rdma/hca_shared_devices_a "
@@ -162,6 +162,20 @@ def test_devices_that_no_node_offers_are_said_before_anything_is_sent(server: Ku
         machine="nd-h100-v5", kubernetes={"namespace": "ml", "resources": {"rdma/hca_shared_devices_a": 1}}
     )
     assert KubernetesTarget(named.cluster).check(named) == []
+
+
+def test_nodes_that_are_smaller_than_a_pod_are_said_before_anything_is_sent(server: KubernetesServer) -> None:
+    """The catalog has no machine of every hoster: a pod of this one asks for 288 CPUs."""
+    offered = {"amd.com/gpu": "8", "cpu": "254", "memory": "3000Gi"}
+    server.put("/api/v1/nodes/gpu", {"metadata": {"labels": {"pool": "gpu"}}, "status": {"allocatable": offered}})
+    job = make_job(machine="mi300x-8", kubernetes={"namespace": "ml"})
+    assert KubernetesTarget(job.cluster).check(job) == [
+        "no node with amd.com/gpu has 288 cpu, but 254 at most (limits.stages says what pods ask for)"
+    ]
+    elsewhere = make_job(machine="mi300x-8", kubernetes={"namespace": "ml", "node_selector": {"pool": "other"}})
+    assert KubernetesTarget(elsewhere.cluster).check(elsewhere) == [], "its nodes may not be there yet"
+    server.objects["/api/v1/nodes/gpu"]["status"]["allocatable"]["cpu"] = "382"
+    assert KubernetesTarget(job.cluster).check(job) == []
 
 
 def test_nodes_of_a_running_stage_are_its_pods_in_the_order_of_ranks(server: KubernetesServer) -> None:
@@ -239,7 +253,7 @@ def test_more_than_the_queue_can_ever_have_is_refused(server: KubernetesServer) 
     quotas |= {"nvidia.com/gpu": "8", "memory": "1500Gi"}
     assert refusals() == [
         "the queue gpus may have 1,500Gi memory at most, and the job needs 3,072Gi "
-        "(`limits.stages` says how much a stage asks for)",
+        "(limits.stages says what pods ask for)",
         "the queue gpus may have 8 nvidia.com/gpu at most, and the job needs 16",
     ]
     quotas |= {"nvidia.com/gpu": "0"}

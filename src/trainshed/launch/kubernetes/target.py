@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 
 from trainshed.errors import NotFound, StorageError, TrainshedError
-from trainshed.launch.fabric import fabric_setup
-from trainshed.launch.job import Job, Stage
+from trainshed.launch.job import Job
 from trainshed.launch.kubernetes.api import ApiForbidden, KubeApi, connect
 from trainshed.launch.kubernetes.code import CODE_COMPONENT, CODE_LABEL, bucket_of_store
 from trainshed.launch.kubernetes.conditions import object_status
@@ -329,7 +328,7 @@ def _check_quota(api: KubeApi, job: Job, name: str, queue: KubeObject) -> Iterat
     for resource, amount in wanted.items():
         if offered.get(resource, amount) < amount:
             most, needed = (_show_quantity(resource, value) for value in (offered[resource], amount))
-            less = " (`limits.stages` says how much a stage asks for)" if resource in ("cpu", "memory") else ""
+            less = " (limits.stages says what pods ask for)" if resource in ("cpu", "memory") else ""
             yield f"the queue {name} may have {most} {resource} at most, and the job needs {needed}{less}"
 
 
@@ -348,10 +347,6 @@ def _show_quantity(resource: str, amount: float) -> str:
     return f"{amount / 2**30:,.0f}Gi" if resource == "memory" else f"{amount:g}"
 
 
-def _node_count(stage: Stage) -> int:
-    return stage.serving.replicas if stage.serving is not None else stage.nodes + stage.spares
-
-
 def _check_claims(api: KubeApi, job: Job) -> Iterator[str]:
     for volume in job.cluster.volumes:
         if volume.pvc is not None and api.get(CLAIM, volume.pvc) is None:
@@ -359,24 +354,30 @@ def _check_claims(api: KubeApi, job: Job) -> Iterator[str]:
             yield f"there is no claim {volume.pvc} in namespace {api.namespace}{hint}"
 
 
-def _check_fabric_devices(api: KubeApi, job: Job) -> Iterator[str]:
-    """Look for the network's devices on nodes with GPUs; if there is no such node yet, an autoscaler may make one."""
-    gangs = [stage for stage in job.stages if is_training(stage) and stage.gpus_per_node]
-    wanted = {
-        name for stage in gangs for name in fabric_setup(job.cluster, nodes=_node_count(stage)).kubernetes.resources
-    }
-    if not wanted:
+def _check_nodes(api: KubeApi, job: Job) -> Iterator[str]:
+    """Compare what a pod asks for with nodes that have its GPUs; if there is none yet, an autoscaler may make one."""
+    plans = [plan for plan in plan_stages(job)[0] if plan.stage.gpus_per_node]
+    if not plans:
         return
-    offers = [node.get("status", {}).get("allocatable", {}) for node in api.list(NODE)]
-    gpus = gpu_resource(job.cluster)
-    with_gpus = [offer for offer in offers if _parse_quantity(offer.get(gpus, 0)) > 0]
-    for name in sorted(wanted) if with_gpus else ():
-        if not any(_parse_quantity(offer.get(name, 0)) > 0 for offer in with_gpus):
-            others = sorted({other for offer in with_gpus for other in offer if "/" in other and other != gpus})
-            yield (
-                f"no node with {gpus} offers {name}; they offer {', '.join(others) or 'no other device'} "
-                f"(kubernetes.resources says what pods ask for)"
-            )
+    gpus, labels = gpu_resource(job.cluster), job.cluster.on_kubernetes.node_selector.items()
+    nodes = [node for node in api.list(NODE) if labels <= node["metadata"].get("labels", {}).items()]
+    allocatable = [node.get("status", {}).get("allocatable", {}) for node in nodes]
+    offers = [{name: _parse_quantity(quantity) for name, quantity in offer.items()} for offer in allocatable]
+    for plan in plans:
+        wanted = _pod_requests(plan)
+        with_gpus = [offer for offer in offers if offer.get(gpus, 0.0) >= wanted[gpus]]
+        for resource, amount in wanted.items() if with_gpus else ():
+            most = max(offer.get(resource, 0.0) for offer in with_gpus)
+            if most >= amount:
+                continue
+            key = "limits.stages" if resource in ("cpu", "memory") else "kubernetes.resources"
+            if most:
+                needed, largest = _show_quantity(resource, amount), _show_quantity(resource, most)
+                what = f"has {needed} {resource}, but {largest} at most"
+            else:
+                others = sorted({other for offer in with_gpus for other in offer if "/" in other and other != gpus})
+                what = f"offers {resource}; they offer {', '.join(others) or 'no other device'}"
+            yield f"no node with {gpus} {what} ({key} says what pods ask for)"
 
 
 def _check_service_account(api: KubeApi, job: Job) -> Iterator[str]:
@@ -403,7 +404,7 @@ _CHECKS: tuple[Callable[[KubeApi, Job], Iterator[str]], ...] = (
     _check_namespace,
     _check_kinds,
     _check_queues,
-    _check_fabric_devices,
+    _check_nodes,
     _check_claims,
     _check_service_account,
     _check_secrets,
