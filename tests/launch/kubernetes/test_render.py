@@ -173,7 +173,7 @@ def test_the_driver_may_create_its_stages_and_nothing_else() -> None:
     driver = next(each for each in found if each["metadata"]["name"].endswith("-driver") and each["kind"] == "Job")
     pod = driver["spec"]["template"]["spec"]
     assert pod["serviceAccountName"] == role["metadata"]["name"]
-    assert "nvidia.com/gpu" not in str(pod)
+    assert "nvidia.com/gpu" not in str(pod["containers"])
 
 
 def test_a_driver_with_an_account_that_is_there_creates_no_role() -> None:
@@ -297,7 +297,7 @@ def test_the_driver_of_a_plain_job_may_delete_that_job_and_no_other() -> None:
 def pod_specs(value: Any) -> Iterator[KubeObject]:
     """Every pod that an object makes."""
     if isinstance(value, dict):
-        if "containers" in value and "volumes" in value:
+        if "containers" in value:
             yield value
         for inner in value.values():
             yield from pod_specs(inner)
@@ -539,6 +539,22 @@ def test_pods_in_a_queue_that_covers_devices_alone_ask_for_nothing_else(name: st
     # Stages on CPUs are not in that queue.
     (fetch,) = [each for each in objects if each["metadata"]["name"].endswith("-fetch")]
     assert {"cpu", "memory"} == asked_for(fetch)
+
+
+@pytest.mark.parametrize("kind", ["jobset", "rayjob"])
+def test_every_pod_puts_up_with_the_taints_that_the_cluster_file_names(kind: str) -> None:
+    """Where all nodes have GPUs, the driver too must run on them, and what submits to Ray."""
+    taint = {"key": "nvidia.com/gpu", "operator": "Exists"}
+    options = [
+        f"kubernetes.kind={kind}",
+        "kubernetes.tolerations=[{key: nvidia.com/gpu}]",
+        "kubernetes.avoid_nodes=[bad]",
+    ]
+    pods = [pod for found in all_objects(render(job_of(load_cluster("eks-p5", options)))) for pod in pod_specs(found)]
+    assert len(pods) == (6 if kind == "rayjob" else 4)
+    for pod in pods:
+        assert pod["tolerations"].count(taint) == 1, pod["containers"][0]["name"]
+        assert "bad" in str(pod["affinity"]), pod["containers"][0]["name"]
 
 
 def test_the_image_is_pulled_beforehand_where_that_is_asked() -> None:

@@ -56,6 +56,7 @@ from trainshed.launch.kubernetes.objects import (
     job_metadata,
     new_object,
 )
+from trainshed.launch.kubernetes.placement import cpu_node_choice
 from trainshed.launch.kubernetes.pod import (
     FINISHED_TTL_SECONDS,
     ContainerOptions,
@@ -400,8 +401,7 @@ def _ray_submitter_pod(plan: PlannedStage) -> KubeObject:
     spec: KubeObject = {"restartPolicy": "Never", "containers": [container]}
     if kubernetes.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in kubernetes.image_pull_secrets]
-    if kubernetes.cpu_node_selector:
-        spec["nodeSelector"] = dict(kubernetes.cpu_node_selector)
+    spec |= cpu_node_choice(plan.job.cluster)
     return {"metadata": {"labels": job_labels(plan.job, RAY_SUBMITTER)}, "spec": spec}
 
 
