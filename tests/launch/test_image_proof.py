@@ -13,6 +13,7 @@ import pytest
 
 from support import TESTS
 from support.clusters.bare_python import bare_python
+from support.clusters.no_driver import packages_that_need_a_driver
 from support.clusters.slurm_runs import NO_CODE, write_cluster
 from support.recipes.small_recipes import recipe_text
 from support.runs.job_files import write_files
@@ -199,6 +200,28 @@ def test_every_argument_passes_the_real_parser_of_the_image(
     assert "warn  version       megatron.core 0.12." in done.stdout
 
 
+@pytest.mark.parametrize("argument", [None, "--no-such-argument"])
+def test_arguments_are_held_against_the_parser_where_kernels_cannot_be_loaded(
+    argument: str | None, tmp_path: Path
+) -> None:
+    """The AKS recipe as it is shipped, on a node without a GPU: its image has Triton 3.2."""
+    tree = unpacked("878d65f", tmp_path / "megatron")
+    job = seed_job("aks-gpt-175b", "aks-nd-h100-v5", tmp_path, f"engine.program={tree / 'pretrain_gpt.py'}")
+    place = write_job(job, tmp_path)
+    if argument is not None:
+        asked = json.loads((place / REQUEST_FILE).read_text())
+        (place / REQUEST_FILE).write_text(json.dumps(asked | {"arguments": [*asked["arguments"], argument]}))
+    variables = environment(tree, tmp_path)
+    variables["PYTHONPATH"] = f"{packages_that_need_a_driver(tmp_path)}:{variables['PYTHONPATH']}"
+    done = prove(place, variables)
+    assert done.returncode == (0 if argument is None else 2), done.stdout + done.stderr
+    if argument is None:
+        said = "whether they fit together cannot be told without a GPU (transformer_engine)"
+        assert said in done.stdout
+    else:
+        assert f"unrecognized arguments: {argument}" in done.stderr
+
+
 @pytest.mark.parametrize("option", ["lr", "no_such_option"])
 def test_torchtune_holds_its_components_against_their_signatures(option: str, tmp_path: Path) -> None:
     pytest.importorskip("torchtune")
@@ -227,9 +250,16 @@ def test_torchtune_holds_its_components_against_their_signatures(option: str, tm
     assert option == "lr" or "no_such_option" in done.stdout
 
 
-def test_what_a_missing_driver_hides_is_said_and_is_no_failure() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("libcuda.so.1: cannot open shared object file: No such file or directory"),
+        RuntimeError("0 active drivers ([]). There should only be one."),
+    ],
+)
+def test_what_a_missing_driver_hides_is_said_and_is_no_failure(error: Exception) -> None:
     def parser(asked: dict[str, Any]) -> str:
-        raise OSError("libcuda.so.1: cannot open shared object file: No such file or directory")
+        raise error
 
     check = prove_image.ask_parser(parser, {"environment": {}, "world_size": 1})
     assert (check.verdict, check.what.partition(":")[0]) == ("skipped", "cannot be told without a GPU")

@@ -204,6 +204,28 @@ def test_a_topology_is_held_against_its_checksum(served: str, tmp_path: Path) ->
     assert (done.returncode == 0) == (served == "right"), done.stderr
 
 
+@pytest.mark.parametrize("request_", [ImageRequest("torch", "infiniband"), ImageRequest("megatron", "efa")], ids=str)
+def test_pip_installs_where_the_base_has_the_python_of_its_distribution(request_: ImageRequest, tmp_path: Path) -> None:
+    """PyTorch's images since 2.10 have Ubuntu's Python, which refuses pip; here one with the same mark refuses it."""
+    (line,) = re.findall(r"^ && (PIP_CONSTRAINT=.*?) -c /tmp/kept", containerfile(request_), re.MULTILINE)
+    (tmp_path / "EXTERNALLY-MANAGED").write_text("[externally-managed]\nError=it belongs to the distribution\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, sysconfig\n"
+        "sys.base_prefix, whole = sys.prefix, sysconfig.get_path\n"
+        f"sysconfig.get_path = lambda name, *a, **k: {str(tmp_path)!r} if name == 'stdlib' else whole(name, *a, **k)\n"
+    )
+    (tmp_path / "python3").write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    (tmp_path / "python3").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "PIP_NO_INDEX": "1"}
+
+    def install(command: str) -> str:
+        words = ["bash", "-c", f"{command} pip"]  # it is there, so that nothing is installed where it is allowed
+        return subprocess.run(words, env=environment, capture_output=True, text=True, check=False).stdout
+
+    assert "already satisfied" in install(line)
+    assert "already satisfied" not in install(line.replace("PIP_BREAK_SYSTEM_PACKAGES=1", ""))
+
+
 def test_an_image_has_what_nodes_need_and_keeps_the_pytorch_of_its_base() -> None:
     names = {re.split(r"[<>=\[]", line)[0].lower() for line in node_requirements()}
     assert {"torch", "tokenizers", "pydantic", "obstore", "safetensors"} <= names

@@ -83,7 +83,7 @@ def test_the_questions_of_the_seed_and_every_option_get_the_answer_of_our_own_se
     [
         ({}, "prompts is not a list of strings"),
         ({"prompts": ["a"], "beam_width": 2}, "beam_width is not supported here"),
-        ({"prompts": ["a"], "max_len": 3}, "max_len is no key of a request"),
+        ({"prompts": ["a"], "max_len": 3}, "max_len is not a key of a request"),
         ({"prompts": ["a"], "top_k": 2, "top_p": 0.5}, "cannot set both top-k and top-p samplings."),
         ({"prompts": ["a"], "tokens_to_generate": 0}, "tokens_to_generate=0 implies logprobs should be True"),
         ({"prompts": ["a"], "temperature": 0}, "temperature must be a positive number less than or equal to 100.0"),

@@ -76,5 +76,5 @@ def test_a_program_that_is_missing_here_is_named_with_the_command() -> None:
 
 
 def test_an_answer_that_is_none_is_an_error() -> None:
-    with pytest.raises(TrainshedError, match="no list of stacks"):
+    with pytest.raises(TrainshedError, match="not a list of stacks"):
         parse_stacks(b'{"another": 1}\n')

@@ -73,7 +73,7 @@ def whole_runs(draw: st.DrawFn) -> tuple[ModelConfig, RankLayout, int, list[int]
 
 
 def kept_keys(config: ModelConfig) -> dict[str, Any]:
-    """What is no size; LongRoPE's divisors and its context before the stretch are sizes."""
+    """What is not a size; LongRoPE's divisors and its context before the stretch are sizes."""
     kept = {key: getattr(config, key) for key in NO_SIZE}
     if config.rope is not None and (scaling := config.rope.scaling) is not None and scaling.kind == "longrope":
         sizes = {"original_positions": 1, "short_factors": (1.0,), "long_factors": (1.0,)}

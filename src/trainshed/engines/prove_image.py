@@ -35,8 +35,19 @@ class ImageCheck(NamedTuple):
     hint: str = ""
 
 
-# What a CUDA library says on a machine without a driver.
-_NO_DRIVER = ("libcuda", "libnvidia", "libamdhip", "NVIDIA driver", "CUDA driver", "No CUDA GPUs", "No HIP GPUs")
+# What libraries say on a machine without a driver, Triton's ("0 active drivers ([]). There should only be one.") last.
+_NO_DRIVER = (
+    "libcuda",
+    "libnvidia",
+    "libamdhip",
+    "NVIDIA driver",
+    "CUDA driver",
+    "No CUDA GPUs",
+    "No HIP GPUs",
+    "0 active drivers",
+)
+# What Megatron-LM does without where it is not installed, and does not where its import fails otherwise.
+_KERNEL_PACKAGES = ("transformer_engine", "apex", "flash_attn", "mamba_ssm")
 _LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/lib64", "/usr/local/lib", "/lib")
 _MARKS = {"pass": "ok", "warn": "warn", "fail": "FAIL", "skipped": "-"}
 
@@ -284,9 +295,33 @@ _OTHER_IMAGE = "take an image whose parts fit together"
 
 def without_driver(name: str, what: str, error: BaseException, hint: str) -> ImageCheck:
     """Return a failure; where a driver is missing, that it cannot be told here."""
-    if any(word in str(error) for word in _NO_DRIVER):
+    if lacks_driver(error):
         return ImageCheck(name, "skipped", f"cannot be told without a GPU: {first_line(error)}")
     return ImageCheck(name, "fail", what, hint)
+
+
+def lacks_driver(error: BaseException) -> bool:
+    """Tell whether an error says that this machine has no driver of a GPU."""
+    return any(word in str(error) for word in _NO_DRIVER)
+
+
+def hide_what_needs_a_driver() -> list[str]:
+    """Let packages whose import fails without a driver seem absent, and return their names.
+
+    Triton 3.2, which came with PyTorch 2.6, asks for the driver where a kernel is only declared: without a GPU nobody
+    can import Transformer Engine then, nor Megatron-LM, which expects it to be there or not (verl#904).
+    """
+    hidden = []
+    for name in _KERNEL_PACKAGES:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+        except Exception as error:
+            if lacks_driver(error):
+                sys.modules[name] = None  # type: ignore[assignment]
+                hidden.append(name)
+    return hidden
 
 
 def first_line(error: BaseException) -> str:
@@ -297,12 +332,16 @@ def first_line(error: BaseException) -> str:
 
 def parse_megatron(asked: dict[str, Any]) -> str:
     """Ask Megatron-LM's parser, and its own check of how they fit together."""
+    hidden = hide_what_needs_a_driver()
     from megatron.training import arguments  # pyrefly: ignore
 
     sys.argv = [asked["program"], *asked["arguments"]]
     parsed = arguments.parse_args()
+    taken = f"Megatron-LM's parser takes all {len(asked['arguments'])} words"
+    if hidden:  # its own check looks for them
+        return f"{taken}; whether they fit together cannot be told without a GPU ({', '.join(hidden)})"
     arguments.validate_args(parsed, {"tokenizer_type": "GPT2BPETokenizer"})
-    return f"Megatron-LM's parser takes all {len(asked['arguments'])} words"
+    return taken
 
 
 def parse_hydra(asked: dict[str, Any]) -> str:

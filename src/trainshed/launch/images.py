@@ -286,10 +286,12 @@ def _pip_lines(request: ImageRequest) -> list[str]:
         return []
     print_torch = "import importlib.metadata as m; print('torch==' + m.version('torch'))"
     packages = " \\\n      ".join(shlex.quote(package) for package in request.packages)
-    # A vendor's PyTorch calls itself 2.9.0a0+…, which only a constraint keeps pip from replacing.
+    # A vendor's PyTorch calls itself 2.9.0a0+…, which only a constraint keeps pip from replacing. Bases on Ubuntu 24.04
+    # (pytorch/pytorch since 2.10) have Debian's Python, where pip installs nothing unless it is told to; older pip's
+    # have no such option and read no such variable.
     return [
         f'RUN python3 -c "{print_torch}" >/tmp/kept.txt \\',
-        " && PIP_CONSTRAINT='' python3 -m pip install --no-cache-dir -c /tmp/kept.txt \\",
+        " && PIP_CONSTRAINT='' PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir -c /tmp/kept.txt \\",
         f"      {packages} \\",
         " && rm /tmp/kept.txt",
     ]

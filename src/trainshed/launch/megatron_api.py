@@ -51,7 +51,7 @@ def completion_body(body: Any) -> dict[str, Any]:
         if key in _NEUTRAL and value not in _NEUTRAL[key]:
             raise WrongRequest(f"{key} is not supported here")
         if key not in _NEUTRAL and key not in _READ and key not in _STOPS:
-            raise WrongRequest(f"{key} is no key of a request")
+            raise WrongRequest(f"{key} is not a key of a request")
     tokens = _number(body, "tokens_to_generate", 64, int, 0, 2**31)
     wants_logprobs = body.get("logprobs", False)
     if not isinstance(wants_logprobs, bool):

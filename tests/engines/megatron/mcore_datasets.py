@@ -83,7 +83,7 @@ def cache(folder: str) -> dict[str, int]:
 
 def main(script: str, asked: str, words: str) -> None:
     args, _ = parser().parse_known_args(json.loads(Path(words).read_text()))
-    sys.argv = [script, asked]
+    sys.argv, sys.path[0] = [script, asked], str(Path(script).parent)  # as `python3 SCRIPT` has them
     runpy.run_path(script, run_name="__main__")
     after_stage = cache(args.data_cache_path)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,10 +15,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
+from support.clusters.no_driver import packages_that_need_a_driver
 from support.recipes.megatron_tasks import megatron_task
 from support.runs.job_files import write_files
 from trainshed.data.tokens.indexed_dataset import write_index
-from trainshed.engines.launch import EngineLaunch
+from trainshed.engines import prove_image
+from trainshed.engines.launch import PROGRAMS, EngineLaunch
 from trainshed.engines.megatron import megatron_launch
 
 DRIVER = Path(__file__).with_name("mcore_datasets.py")
@@ -65,13 +69,14 @@ def prepared(folder: Path, *overrides: str, program: bool = True) -> EngineLaunc
     engine = task.recipe.engine.model_copy(update={"program": str(folder / "pretrain_gpt.py")})
     launch = megatron_launch(replace(task, recipe=task.recipe.model_copy(update={"engine": engine})))
     write_files(folder / "job", launch.files)
+    shutil.copy(prove_image.__file__, folder / "job" / PROGRAMS)  # of the stage before, in every job
     return launch
 
 
-def with_megatron(folder: Path, launch: EngineLaunch) -> dict[str, Any]:
+def with_megatron(folder: Path, launch: EngineLaunch, **variables: str) -> dict[str, Any]:
     (folder / "words.json").write_text(json.dumps(launch.arguments))
     command = [sys.executable, str(DRIVER), *launch.cpu_stages[0].argv[1:], str(folder / "words.json")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -86,7 +91,8 @@ def with_megatron(folder: Path, launch: EngineLaunch) -> dict[str, Any]:
 )
 def test_training_builds_no_index_after_the_cpu_stage(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     launch = prepared(tmp_path, *overrides)
-    seen = with_megatron(tmp_path, launch)
+    # The stage is on a node without a GPU, in an image whose kernels cannot be imported there.
+    seen = with_megatron(tmp_path, launch, PYTHONPATH=str(packages_that_need_a_driver(tmp_path)))
     assert seen["training"] == seen["stage"]
     built = {Path(file).name.split("-")[2] for file in seen["stage"] if "GPTDataset" in file}
     assert built == ({"train", "valid"} if overrides else {"train"})

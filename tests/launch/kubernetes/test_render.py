@@ -173,7 +173,7 @@ def test_the_driver_may_create_its_stages_and_nothing_else() -> None:
     driver = next(each for each in found if each["metadata"]["name"].endswith("-driver") and each["kind"] == "Job")
     pod = driver["spec"]["template"]["spec"]
     assert pod["serviceAccountName"] == role["metadata"]["name"]
-    assert "nvidia.com/gpu" not in str(pod)
+    assert "nvidia.com/gpu" not in str(pod["containers"])
 
 
 def test_a_driver_with_an_account_that_is_there_creates_no_role() -> None:
@@ -297,7 +297,7 @@ def test_the_driver_of_a_plain_job_may_delete_that_job_and_no_other() -> None:
 def pod_specs(value: Any) -> Iterator[KubeObject]:
     """Every pod that an object makes."""
     if isinstance(value, dict):
-        if "containers" in value and "volumes" in value:
+        if "containers" in value:
             yield value
         for inner in value.values():
             yield from pod_specs(inner)
@@ -308,7 +308,7 @@ def pod_specs(value: Any) -> Iterator[KubeObject]:
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_no_container_of_any_stage_is_refused_under_a_quota(name: str) -> None:
-    cluster = load_cluster(name)
+    cluster = load_cluster(name, ["kubernetes.requests=null"])
     for engine in ("torch", "megatron"):
         stages = (*stages_of(cluster, engine, nodes=2), *served(cluster))
         pods = [pod for obj in all_objects(render(job_of(cluster, stages=stages))) for pod in pod_specs(obj)]
@@ -514,6 +514,47 @@ def test_volumes_secrets_and_placement_reach_the_pod() -> None:
     assert "bad-node" in str(pod["spec"]["affinity"])
     assert pod["spec"]["terminationGracePeriodSeconds"] == 300
     check(found)
+
+
+def asked_for(found: Any) -> set[str]:
+    """The names of all that an object's containers ask for."""
+    if isinstance(found, list):
+        return {name for each in found for name in asked_for(each)}
+    if not isinstance(found, dict):
+        return set()
+    amounts = [value for key, value in found.items() if key in ("requests", "limits")]
+    return {name for amount in amounts for name in amount} | asked_for(list(found.values()))
+
+
+@pytest.mark.parametrize(("name", "kind"), [*(("eks-p5", kind) for kind in KINDS), ("gke-a3-mega", "jobset")])
+def test_pods_in_a_queue_that_covers_devices_alone_ask_for_nothing_else(name: str, kind: str) -> None:
+    """For Kueue every container counts, the fabric's and the one of Ray's submitter too."""
+    objects = all_objects(
+        render(job_of(load_cluster(name, [f"kubernetes.kind={kind}", "kubernetes.requests=devices"])))
+    )
+    for found in objects:
+        check(found)
+    (gang,) = filter(is_training, objects)
+    assert asked_for(gang) == {"nvidia.com/gpu"} | ({"vpc.amazonaws.com/efa"} if name == "eks-p5" else set())
+    # Stages on CPUs are not in that queue.
+    (fetch,) = [each for each in objects if each["metadata"]["name"].endswith("-fetch")]
+    assert {"cpu", "memory"} == asked_for(fetch)
+
+
+@pytest.mark.parametrize("kind", ["jobset", "rayjob"])
+def test_every_pod_puts_up_with_the_taints_that_the_cluster_file_names(kind: str) -> None:
+    """Where all nodes have GPUs, the driver too must run on them, and what submits to Ray."""
+    taint = {"key": "nvidia.com/gpu", "operator": "Exists"}
+    options = [
+        f"kubernetes.kind={kind}",
+        "kubernetes.tolerations=[{key: nvidia.com/gpu}]",
+        "kubernetes.avoid_nodes=[bad]",
+    ]
+    pods = [pod for found in all_objects(render(job_of(load_cluster("eks-p5", options)))) for pod in pod_specs(found)]
+    assert len(pods) == (6 if kind == "rayjob" else 4)
+    for pod in pods:
+        assert pod["tolerations"].count(taint) == 1, pod["containers"][0]["name"]
+        assert "bad" in str(pod["affinity"]), pod["containers"][0]["name"]
 
 
 def test_the_image_is_pulled_beforehand_where_that_is_asked() -> None:

@@ -152,7 +152,7 @@ def test_devices_that_no_node_offers_are_said_before_anything_is_sent(server: Ku
     assert target.check(job) == [], "no node yet: an autoscaler may make one"
     server.put("/api/v1/nodes/cpu", {"status": {"allocatable": {"cpu": "8"}}})
     assert target.check(job) == []
-    offered = {"nvidia.com/gpu": "8", "rdma/hca_shared_devices_a": "63", "cpu": "96"}
+    offered = {"nvidia.com/gpu": "8", "rdma/hca_shared_devices_a": "63", "cpu": "95500m", "memory": "1840000000Ki"}
     server.put("/api/v1/nodes/gpu", {"status": {"allocatable": offered}})
     assert target.check(job) == [
         "no node with nvidia.com/gpu offers rdma/ib; they offer rdma/hca_shared_devices_a "
@@ -162,6 +162,20 @@ def test_devices_that_no_node_offers_are_said_before_anything_is_sent(server: Ku
         machine="nd-h100-v5", kubernetes={"namespace": "ml", "resources": {"rdma/hca_shared_devices_a": 1}}
     )
     assert KubernetesTarget(named.cluster).check(named) == []
+
+
+def test_nodes_that_are_smaller_than_a_pod_are_said_before_anything_is_sent(server: KubernetesServer) -> None:
+    """The catalog has no machine of every hoster: a pod of this one asks for 288 CPUs."""
+    offered = {"amd.com/gpu": "8", "cpu": "254", "memory": "3000Gi"}
+    server.put("/api/v1/nodes/gpu", {"metadata": {"labels": {"pool": "gpu"}}, "status": {"allocatable": offered}})
+    job = make_job(machine="mi300x-8", kubernetes={"namespace": "ml"})
+    assert KubernetesTarget(job.cluster).check(job) == [
+        "no node with amd.com/gpu has 288 cpu, but 254 at most (limits.stages says what pods ask for)"
+    ]
+    elsewhere = make_job(machine="mi300x-8", kubernetes={"namespace": "ml", "node_selector": {"pool": "other"}})
+    assert KubernetesTarget(elsewhere.cluster).check(elsewhere) == [], "its nodes may not be there yet"
+    server.objects["/api/v1/nodes/gpu"]["status"]["allocatable"]["cpu"] = "382"
+    assert KubernetesTarget(job.cluster).check(job) == []
 
 
 def test_nodes_of_a_running_stage_are_its_pods_in_the_order_of_ranks(server: KubernetesServer) -> None:
@@ -222,19 +236,47 @@ def test_what_the_cluster_lacks_is_listed_before_anything_is_sent(server: Kubern
     assert not server.bodies
 
 
-def test_more_gpus_than_the_queue_can_ever_have_are_refused(server: KubernetesServer) -> None:
+def test_more_than_the_queue_can_ever_have_is_refused(server: KubernetesServer) -> None:
+    """Two nodes ask for three quarters of 224 CPUs and 2048 GiB each."""
     job = make_job(kubernetes={"namespace": "ml", "queue": "gpus"})
     server.put("/apis/kueue.x-k8s.io/v1beta1/namespaces/ml/localqueues/gpus", {"spec": {"clusterQueue": "all"}})
-    quota = {"name": "nvidia.com/gpu", "nominalQuota": "8"}
-    groups = [{"flavors": [{"name": "h100", "resources": [quota]}]}]
-    queue = server.put("/apis/kueue.x-k8s.io/v1beta1/clusterqueues/all", {"spec": {"resourceGroups": groups}})
-    target = KubernetesTarget(job.cluster)
-    assert target.check(job) == ["the queue gpus may have 8 nvidia.com/gpu at most, and the job needs 16"]
-    quota["nominalQuota"] = "16"
-    assert target.check(job) == []
-    quota["nominalQuota"] = "0"
-    queue["spec"]["cohort"] = "everyone"  # others lend
-    assert target.check(job) == []
+    quotas = {"nvidia.com/gpu": "16", "rdma/ib": "16", "cpu": "336", "memory": "3Ti"}
+
+    def refusals(**spec: str) -> list[str]:
+        rows = [{"name": name, "nominalQuota": quota} for name, quota in quotas.items()]
+        groups = [{"coveredResources": list(quotas), "flavors": [{"name": "h100", "resources": rows}]}]
+        body = {"spec": {"resourceGroups": groups} | spec}
+        server.put("/apis/kueue.x-k8s.io/v1beta1/clusterqueues/all", body)
+        return list(KubernetesTarget(job.cluster).check(job))
+
+    assert refusals() == []
+    quotas |= {"nvidia.com/gpu": "8", "memory": "1500Gi"}
+    assert refusals() == [
+        "the queue gpus may have 1,500Gi memory at most, and the job needs 3,072Gi "
+        "(limits.stages says what pods ask for)",
+        "the queue gpus may have 8 nvidia.com/gpu at most, and the job needs 16",
+    ]
+    quotas |= {"nvidia.com/gpu": "0"}
+    assert refusals(cohort="everyone") == [], "others lend"
+
+
+def test_a_queue_that_does_not_cover_what_pods_ask_for_is_named_with_what_to_write(server: KubernetesServer) -> None:
+    """Google's Cluster Toolkit makes such queues; a job of theirs would stay suspended for ever."""
+    server.put("/apis/kueue.x-k8s.io/v1beta1/namespaces/ml/localqueues/a3-mega", {"spec": {"clusterQueue": "a3-mega"}})
+    quota = {"name": "nvidia.com/gpu", "nominalQuota": "128"}
+    groups = [{"coveredResources": ["nvidia.com/gpu"], "flavors": [{"name": "a3-mega", "resources": [quota]}]}]
+    queue = server.put("/apis/kueue.x-k8s.io/v1beta1/clusterqueues/a3-mega", {"spec": {"resourceGroups": groups}})
+    kubernetes = {"namespace": "ml", "queue": "a3-mega"}
+    job = make_job(machine="a3-mega", kubernetes=kubernetes)
+    (refusal,) = KubernetesTarget(job.cluster).check(job)
+    assert refusal == (
+        "the queue a3-mega (a3-mega) covers nvidia.com/gpu only, and pods ask for cpu and memory too: "
+        "Kueue would never admit them; write `kubernetes: {requests: devices}`, or let an administrator add them to it"
+    )
+    queue["spec"]["cohort"] = "everyone"  # which lends quota, not resources
+    assert KubernetesTarget(job.cluster).check(job) == [refusal]
+    job = make_job(machine="a3-mega", kubernetes=kubernetes | {"requests": "devices"})
+    assert KubernetesTarget(job.cluster).check(job) == []
 
 
 def test_kueue_is_asked_in_the_version_that_the_cluster_serves(server: KubernetesServer) -> None:

@@ -161,7 +161,7 @@ def test_a_folder_that_no_script_can_name_is_refused(tmp_path: Path, run: str) -
 @pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a//b", "a/../../b", "x\ny"])
 def test_no_file_of_a_job_lies_outside_its_folder(tmp_path: Path, name: str) -> None:
     job = job_of(cluster_of(tmp_path, PLAIN), Stage("train"))
-    with pytest.raises(InputError, match="no name for a file"):
+    with pytest.raises(InputError, match="not a name for a file"):
         render(replace(job, files={**job.files, name: ""}))
 
 

@@ -1,7 +1,8 @@
 """Build what Megatron-LM's ranks would otherwise build while GPUs wait: the cached order of the samples.
 
 A job file: it runs in the engine's image, before GPUs are asked for, and needs megatron.core and nothing of
-Trainshed. It makes the same datasets as pretrain_gpt.py with the same settings, so that training only reads.
+Trainshed but the job file `prove_image.py`. It makes the same datasets as pretrain_gpt.py with the same settings, so
+that training only reads.
 
     python3 build_index.py index.json
 """
@@ -57,7 +58,9 @@ def write_data_args(blend: list[Any], file: Path) -> None:
 def build(asked: dict[str, Any], blends: dict[str, Any]) -> None:
     """Build the datasets as `train_valid_test_datasets_provider` of pretrain_gpt.py does."""
     import torch
+    from prove_image import hide_what_needs_a_driver  # pyrefly: ignore - it lies beside this file in a job
 
+    hide_what_needs_a_driver()
     try:
         importlib.import_module("megatron.core.datasets.helpers_cpp")
     except ImportError:

@@ -52,7 +52,7 @@ def pod_placement(cluster: Cluster, stage: Stage) -> PodPlacement:
     annotations: dict[str, str] = {}
     pod_annotations: dict[str, str] = {}
     selector = dict(kubernetes.node_selector if needs_gpu_node else kubernetes.cpu_node_selector)
-    tolerations = [toleration.model_dump(exclude_none=True) for toleration in kubernetes.tolerations]
+    tolerations: list[KubeObject] = []
     if training:
         # An autoscaler that removes underused nodes must not evict a training.
         pod_annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] = "false"
@@ -63,15 +63,25 @@ def pod_placement(cluster: Cluster, stage: Stage) -> PodPlacement:
     if needs_gpu_node:
         capacity_labels, capacity_tolerations = _capacity_terms(cluster)
         selector |= capacity_labels
-        tolerations = [*_gpu_tolerations(cluster, stage), *capacity_tolerations, *tolerations]
-    pod_spec: KubeObject = {}
-    if selector:
-        pod_spec["nodeSelector"] = selector
-    if tolerations:
-        pod_spec["tolerations"] = tolerations
-    if kubernetes.avoid_nodes:
-        pod_spec["affinity"] = _avoid_nodes(kubernetes.avoid_nodes)
+        tolerations = [*_gpu_tolerations(cluster, stage), *capacity_tolerations]
+    pod_spec = _node_choice(cluster, selector, tolerations)
     return PodPlacement(labels, annotations, queue is not None, pod_annotations, pod_spec)
+
+
+def cpu_node_choice(cluster: Cluster) -> KubeObject:
+    """Return where a pod without GPUs runs that is not a stage: the driver, and what submits to Ray."""
+    return _node_choice(cluster, dict(cluster.on_kubernetes.cpu_node_selector), [])
+
+
+def _node_choice(cluster: Cluster, selector: dict[str, str], tolerations: list[KubeObject]) -> KubeObject:
+    kubernetes = cluster.on_kubernetes
+    written = [toleration.model_dump(exclude_none=True) for toleration in kubernetes.tolerations]
+    tolerations = [*tolerations, *(toleration for toleration in written if toleration not in tolerations)]
+    return {
+        **({"nodeSelector": selector} if selector else {}),
+        **({"tolerations": tolerations} if tolerations else {}),
+        **({"affinity": _avoid_nodes(kubernetes.avoid_nodes)} if kubernetes.avoid_nodes else {}),
+    }
 
 
 def gpu_resource(cluster: Cluster) -> str:

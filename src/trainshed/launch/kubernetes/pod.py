@@ -323,7 +323,7 @@ def pod_template(plan: PlannedStage, container: ContainerOptions, *, restart_pol
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if needs.resource_claims:
         spec["resourceClaims"] = list(needs.resource_claims)
-    init_containers = [with_resources(dict(needed)) for needed in needs.init_containers]
+    init_containers = [with_resources(plan, dict(needed)) for needed in needs.init_containers]
     if plan.stage.uploads and container.uploads:
         init_containers.append(upload_sidecar(plan))
     if init_containers:
@@ -365,7 +365,7 @@ def upload_sidecar(plan: PlannedStage) -> KubeObject:
         "command": ["bash", f"{JOB_FOLDER}/{ENTRY_FILE}"],
         "args": [escape_var_references(word) for word in words],
         "env": [*env_vars(values), *secret_env_vars(cluster)],
-        "resources": _UPLOAD_RESOURCES,
+        **resources_of(plan, _UPLOAD_RESOURCES),
         "volumeMounts": [*plan.config_maps.mounts, *pod_volumes(cluster).mounts],
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -395,7 +395,7 @@ def main_container(
         "command": ["bash", f"{JOB_FOLDER}/{ENTRY_FILE}"],
         "args": [escape_var_references(word) for word in arguments],
         "env": container_env(plan, container),
-        "resources": container_resources(plan),
+        **resources_of(plan, container_resources(plan)),
         "volumeMounts": [*config_map_mounts(plan), *pod_volumes(cluster).mounts, memory_mount, *needs.mounts],
         # The last lines of a container that failed are kept with its status: they say why.
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -467,10 +467,26 @@ _SIDECAR_RESOURCES: KubeObject = {
 """Of a fabric's daemon: its vendor states no figures, so the limits are only there for quotas."""
 
 
-def with_resources(container: KubeObject) -> KubeObject:
+def with_resources(plan: PlannedStage, container: KubeObject) -> KubeObject:
     """Return an init container that has requests and limits."""
     defaults = _SIDECAR_RESOURCES if container.get("restartPolicy") == "Always" else _SETUP_RESOURCES
-    return container if "resources" in container else container | {"resources": defaults}
+    return container if "resources" in container else container | resources_of(plan, defaults)
+
+
+def resources_of(plan: PlannedStage, resources: KubeObject) -> KubeObject:
+    """Return a container's `resources`, without CPUs and memory where the queue of its pods covers devices alone.
+
+    Kueue admits nothing that asks for what its queue does not cover.
+    """
+    if plan.job.cluster.on_kubernetes.requests == "devices" and plan.stage.gpus_per_node:
+        devices = {
+            kind: {name: count for name, count in amounts.items() if name not in ("cpu", "memory")}
+            for kind, amounts in resources.items()
+            if kind != "claims"
+        }
+        claims = {"claims": resources["claims"]} if "claims" in resources else {}
+        resources = {kind: amounts for kind, amounts in devices.items() if amounts} | claims
+    return {"resources": resources} if resources else {}
 
 
 def fabric_script_file(stage: Stage) -> str:

@@ -50,7 +50,7 @@ from trainshed.launch.kubernetes.objects import (
     new_object,
     to_documents,
 )
-from trainshed.launch.kubernetes.placement import pod_placement
+from trainshed.launch.kubernetes.placement import cpu_node_choice, pod_placement
 from trainshed.launch.kubernetes.pod import (
     FINISHED_TTL_SECONDS,
     JobConfigMaps,
@@ -335,8 +335,7 @@ def _driver_job(job: Job, account: str, manifests: str, program: str) -> KubeObj
     pod: KubeObject = {"restartPolicy": "Never", "serviceAccountName": account}
     if cluster.on_kubernetes.image_pull_secrets:
         pod["imagePullSecrets"] = [{"name": secret} for secret in cluster.on_kubernetes.image_pull_secrets]
-    if cluster.on_kubernetes.cpu_node_selector:
-        pod["nodeSelector"] = dict(cluster.on_kubernetes.cpu_node_selector)
+    pod |= cpu_node_choice(cluster)
     pod["containers"] = [container]
     pod["volumes"] = [
         {"name": "program", "configMap": {"name": program}},

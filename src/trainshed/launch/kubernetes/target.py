@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 
 from trainshed.errors import NotFound, StorageError, TrainshedError
-from trainshed.launch.fabric import fabric_setup
-from trainshed.launch.job import Job, Stage
+from trainshed.launch.job import Job
 from trainshed.launch.kubernetes.api import ApiForbidden, KubeApi, connect
 from trainshed.launch.kubernetes.code import CODE_COMPONENT, CODE_LABEL, bucket_of_store
 from trainshed.launch.kubernetes.conditions import object_status
@@ -31,6 +30,7 @@ from trainshed.launch.kubernetes.kinds import (
     NAMESPACE,
     NODE,
     PRIORITY_CLASS,
+    QUEUE_LABEL,
     RAY_JOB,
     SERVICE_ACCOUNT,
     STORAGE_CLASS,
@@ -43,7 +43,8 @@ from trainshed.launch.kubernetes.kinds import (
 )
 from trainshed.launch.kubernetes.objects import is_training
 from trainshed.launch.kubernetes.placement import gpu_resource
-from trainshed.launch.kubernetes.render import render, stage_ids
+from trainshed.launch.kubernetes.pod import ContainerOptions, PlannedStage, pod_template
+from trainshed.launch.kubernetes.render import plan_stages, render, stage_ids
 from trainshed.launch.kubernetes.status import JobObjects, list_job_objects, stage_states
 from trainshed.launch.kubernetes.workloads import RAY_SUBMITTER, RAY_SUBMITTER_CONTAINER, WORK_CONTAINERS
 from trainshed.launch.target import StageState, SubmitRequest, SubmittedJob
@@ -248,7 +249,11 @@ def _exists(api: KubeApi, object_id: str) -> bool:
     return api.get(kind_named(kind), name) is not None
 
 
-_QUANTITY_FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+_QUANTITY_FACTORS = {"m": 1e-3, "": 1} | {
+    prefix + suffix: base ** (power + 1)
+    for suffix, base in (("", 1000), ("i", 1024))
+    for power, prefix in enumerate("kMGTPE" if base == 1000 else "KMGTPE")
+}
 
 
 def unschedulable_reasons(api: KubeApi, job: Job) -> list[str]:
@@ -294,30 +299,52 @@ def _check_queues(api: KubeApi, job: Job) -> Iterator[str]:
 
 
 def _check_quota(api: KubeApi, job: Job, name: str, queue: KubeObject) -> Iterator[str]:
-    """Compare the GPUs with the queue's nominal quota; a job can wait for what others use now."""
+    """Compare what pods ask for with the queue's nominal quota; a job can wait for what others use now."""
     cluster_queue = api.get(CLUSTER_QUEUE, queue["spec"]["clusterQueue"])
-    wanted = max((stage.gpus_per_node * _node_count(stage) for stage in job.stages), default=0)
-    if (
-        cluster_queue is None
-        or not wanted
-        or cluster_queue["spec"].get("cohort")
-        or cluster_queue["spec"].get("cohortName")
-    ):
+    if cluster_queue is None or not cluster_queue["spec"].get("resourceGroups"):
+        return
+    offered: dict[str, float] = {}
+    for group in cluster_queue["spec"]["resourceGroups"]:
+        for quota in (quota for flavor in group["flavors"] for quota in flavor["resources"]):
+            offered[quota["name"]] = offered.get(quota["name"], 0.0) + _parse_quantity(quota["nominalQuota"])
+    stages = [plan for plan in plan_stages(job)[0] if plan.placement.labels.get(QUEUE_LABEL) == name]
+    requested = [{resource: count * plan.pods for resource, count in _pod_requests(plan).items()} for plan in stages]
+    wanted = {
+        resource: max(stage.get(resource, 0.0) for stage in requested)
+        for resource in dict.fromkeys(resource for stage in requested for resource in stage)
+    }
+    if uncovered := [resource for resource in wanted if resource not in offered]:
+        hint = (
+            "write `kubernetes: {requests: devices}`, or let an administrator add them to it"
+            if set(uncovered) <= {"cpu", "memory"}
+            else "an administrator adds them to it"
+        )
+        yield (
+            f"the queue {name} ({queue['spec']['clusterQueue']}) covers {', '.join(offered)} only, and pods ask for "
+            f"{' and '.join(uncovered)} too: Kueue would never admit them; {hint}"
+        )
+    if cluster_queue["spec"].get("cohort") or cluster_queue["spec"].get("cohortName"):
         return  # a cohort lends quota
-    resource = gpu_resource(job.cluster)
-    offered = [
-        _parse_quantity(quota["nominalQuota"])
-        for group in cluster_queue["spec"].get("resourceGroups", ())
-        for flavor in group["flavors"]
-        for quota in flavor["resources"]
-        if quota["name"] == resource
-    ]
-    if sum(offered) < wanted:
-        yield f"the queue {name} may have {sum(offered):g} {resource} at most, and the job needs {wanted}"
+    for resource, amount in wanted.items():
+        if offered.get(resource, amount) < amount:
+            most, needed = (_show_quantity(resource, value) for value in (offered[resource], amount))
+            less = " (limits.stages says what pods ask for)" if resource in ("cpu", "memory") else ""
+            yield f"the queue {name} may have {most} {resource} at most, and the job needs {needed}{less}"
 
 
-def _node_count(stage: Stage) -> int:
-    return stage.serving.replicas if stage.serving is not None else stage.nodes + stage.spares
+def _pod_requests(plan: PlannedStage) -> dict[str, float]:
+    """Return what one pod asks for, as Kueue adds it up: its containers and those beside them."""
+    spec = pod_template(plan, ContainerOptions(plan.stage.name, uploads=False))["spec"]
+    beside = [each for each in spec.get("initContainers", ()) if each.get("restartPolicy") == "Always"]
+    total: dict[str, float] = {}
+    for container in (*spec["containers"], *beside):
+        for resource, quantity in container.get("resources", {}).get("requests", {}).items():
+            total[resource] = total.get(resource, 0.0) + _parse_quantity(quantity)
+    return total
+
+
+def _show_quantity(resource: str, amount: float) -> str:
+    return f"{amount / 2**30:,.0f}Gi" if resource == "memory" else f"{amount:g}"
 
 
 def _check_claims(api: KubeApi, job: Job) -> Iterator[str]:
@@ -327,24 +354,30 @@ def _check_claims(api: KubeApi, job: Job) -> Iterator[str]:
             yield f"there is no claim {volume.pvc} in namespace {api.namespace}{hint}"
 
 
-def _check_fabric_devices(api: KubeApi, job: Job) -> Iterator[str]:
-    """Look for the network's devices on nodes with GPUs; if there is no such node yet, an autoscaler may make one."""
-    gangs = [stage for stage in job.stages if is_training(stage) and stage.gpus_per_node]
-    wanted = {
-        name for stage in gangs for name in fabric_setup(job.cluster, nodes=_node_count(stage)).kubernetes.resources
-    }
-    if not wanted:
+def _check_nodes(api: KubeApi, job: Job) -> Iterator[str]:
+    """Compare what a pod asks for with nodes that have its GPUs; if there is none yet, an autoscaler may make one."""
+    plans = [plan for plan in plan_stages(job)[0] if plan.stage.gpus_per_node]
+    if not plans:
         return
-    offers = [node.get("status", {}).get("allocatable", {}) for node in api.list(NODE)]
-    gpus = gpu_resource(job.cluster)
-    with_gpus = [offer for offer in offers if _parse_quantity(offer.get(gpus, 0)) > 0]
-    for name in sorted(wanted) if with_gpus else ():
-        if not any(_parse_quantity(offer.get(name, 0)) > 0 for offer in with_gpus):
-            others = sorted({other for offer in with_gpus for other in offer if "/" in other and other != gpus})
-            yield (
-                f"no node with {gpus} offers {name}; they offer {', '.join(others) or 'no other device'} "
-                f"(kubernetes.resources says what pods ask for)"
-            )
+    gpus, labels = gpu_resource(job.cluster), job.cluster.on_kubernetes.node_selector.items()
+    nodes = [node for node in api.list(NODE) if labels <= node["metadata"].get("labels", {}).items()]
+    allocatable = [node.get("status", {}).get("allocatable", {}) for node in nodes]
+    offers = [{name: _parse_quantity(quantity) for name, quantity in offer.items()} for offer in allocatable]
+    for plan in plans:
+        wanted = _pod_requests(plan)
+        with_gpus = [offer for offer in offers if offer.get(gpus, 0.0) >= wanted[gpus]]
+        for resource, amount in wanted.items() if with_gpus else ():
+            most = max(offer.get(resource, 0.0) for offer in with_gpus)
+            if most >= amount:
+                continue
+            key = "limits.stages" if resource in ("cpu", "memory") else "kubernetes.resources"
+            if most:
+                needed, largest = _show_quantity(resource, amount), _show_quantity(resource, most)
+                what = f"has {needed} {resource}, but {largest} at most"
+            else:
+                others = sorted({other for offer in with_gpus for other in offer if "/" in other and other != gpus})
+                what = f"offers {resource}; they offer {', '.join(others) or 'no other device'}"
+            yield f"no node with {gpus} {what} ({key} says what pods ask for)"
 
 
 def _check_service_account(api: KubeApi, job: Job) -> Iterator[str]:
@@ -371,7 +404,7 @@ _CHECKS: tuple[Callable[[KubeApi, Job], Iterator[str]], ...] = (
     _check_namespace,
     _check_kinds,
     _check_queues,
-    _check_fabric_devices,
+    _check_nodes,
     _check_claims,
     _check_service_account,
     _check_secrets,
@@ -380,5 +413,5 @@ _CHECKS: tuple[Callable[[KubeApi, Job], Iterator[str]], ...] = (
 
 def _parse_quantity(quantity: str | int) -> float:
     """Read a quantity as Kubernetes writes it."""
-    match = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", str(quantity))
+    match = re.fullmatch(r"([0-9.]+(?:[eE][0-9]+)?)([A-Za-z]*)", str(quantity))
     return float(match[1]) * _QUANTITY_FACTORS.get(match[2], 1) if match else 0.0

@@ -56,6 +56,7 @@ from trainshed.launch.kubernetes.objects import (
     job_metadata,
     new_object,
 )
+from trainshed.launch.kubernetes.placement import cpu_node_choice
 from trainshed.launch.kubernetes.pod import (
     FINISHED_TTL_SECONDS,
     ContainerOptions,
@@ -65,6 +66,7 @@ from trainshed.launch.kubernetes.pod import (
     env_var_from_label,
     env_vars,
     pod_template,
+    resources_of,
     serving_port,
     stage_image,
     with_resources,
@@ -379,7 +381,13 @@ def _code_init_container(plan: PlannedStage) -> KubeObject:
         "env": env_vars(entry_env_vars(plan.job.cluster) | dict(plan.config_maps.code.environment)),
         "volumeMounts": [*config_map_mounts(plan), *pod_volumes(plan.job.cluster).mounts],
     }
-    return with_resources(container)
+    return with_resources(plan, container)
+
+
+_SUBMITTER_RESOURCES: KubeObject = {
+    "requests": {"cpu": "500m", "memory": "512Mi"},
+    "limits": {"cpu": "1", "memory": "1Gi"},
+}
 
 
 def _ray_submitter_pod(plan: PlannedStage) -> KubeObject:
@@ -388,13 +396,12 @@ def _ray_submitter_pod(plan: PlannedStage) -> KubeObject:
     container = {
         "name": RAY_SUBMITTER_CONTAINER,
         "image": stage_image(plan.job, plan.stage),
-        "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"cpu": "1", "memory": "1Gi"}},
+        **resources_of(plan, _SUBMITTER_RESOURCES),
     }
     spec: KubeObject = {"restartPolicy": "Never", "containers": [container]}
     if kubernetes.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in kubernetes.image_pull_secrets]
-    if kubernetes.cpu_node_selector:
-        spec["nodeSelector"] = dict(kubernetes.cpu_node_selector)
+    spec |= cpu_node_choice(plan.job.cluster)
     return {"metadata": {"labels": job_labels(plan.job, RAY_SUBMITTER)}, "spec": spec}
 
 

@@ -224,6 +224,11 @@ class Kubernetes(Section):
         "(`rdma/ib`, `vpc.amazonaws.com/efa`); {}: none",
         examples=[{"rdma/hca_shared_devices_a": 1}],
     )
+    requests: Literal["devices"] | None = Field(
+        None,
+        description="devices: pods with GPUs ask for GPUs and network devices alone, for a `queue` that covers nothing "
+        "else (those of Google's Cluster Toolkit); left out: for CPUs and memory too",
+    )
     node_selector: dict[str, str] = Field(default_factory=dict, description="Labels nodes must have")
     cpu_node_selector: dict[str, str] = Field(default_factory=dict, description="The same, for stages without GPUs")
     tolerations: Annotated[tuple[Toleration, ...], Field(strict=False)] = Field((), description="Taints put up with")

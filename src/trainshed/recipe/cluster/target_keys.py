@@ -132,6 +132,11 @@ _NOT_OF_TRAINING = KeyCondition(
     "`train` has whole nodes there",
     "delete `train`",
 )
+_ASKED_FOR = KeyCondition(
+    lambda cluster: cluster.on_kubernetes.requests is None or not {"train", "serve"} & cluster.limits.stages.keys(),
+    "pods with GPUs ask for devices alone (`kubernetes.requests`)",
+    "delete what it says of `train` and `serve`",
+)
 _HERE = ("the commands here use this machine's own environment", "export it before you run, and delete it here")
 _SECRET_OF_NODES = (
     "a pod has neither the variables nor the files of the machine that submits",
@@ -236,7 +241,9 @@ KEY_SUPPORT: dict[str, KeySupport] = {
     ),
     "limits.cpu_stage_cpus": _OF_JOBS,
     "limits.cpu_stage_memory": _OF_JOBS,
-    "limits.stages": KeySupport(_SCHEDULED, needs={"slurm": _NOT_OF_TRAINING, "ray": _NOT_OF_TRAINING}),
+    "limits.stages": KeySupport(
+        _SCHEDULED, needs={"slurm": _NOT_OF_TRAINING, "ray": _NOT_OF_TRAINING, "kubernetes": _ASKED_FOR}
+    ),
     "limits.stages.*.cpus": _OF_JOBS,
     "limits.stages.*.memory": _OF_JOBS,
     "limits.prepare_parts": _OF_JOBS,
@@ -328,6 +335,16 @@ KEY_SUPPORT: dict[str, KeySupport] = {
                 lambda cluster: cluster.machine != CPU_MACHINE,
                 "processors use no devices of a network (`machine: cpu`)",
                 "delete it",
+            )
+        },
+    ),
+    "kubernetes.requests": replace(
+        _BY_KUBERNETES,
+        needs={
+            "kubernetes": KeyCondition(
+                lambda cluster: cluster.on_kubernetes.queue is not None and cluster.machine != CPU_MACHINE,
+                "it is for pods with GPUs, in a queue that covers devices alone",
+                "delete it, or write `queue: NAME` beside it",
             )
         },
     ),
