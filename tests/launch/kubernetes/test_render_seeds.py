@@ -36,8 +36,9 @@ def test_every_object_of_a_seed_is_valid_and_no_stage_on_cpus_holds_gpus(recipe:
     objects = all_objects(render(job))
     for found in objects:
         check(found)
-    asking = {found["kind"] for found in objects if ".com/gpu" in str(found.get("spec", {}).get("template", ""))}
-    assert not asking & {"Job", "DaemonSet"}
+    pods = [found["spec"]["template"]["spec"] for found in objects if found["kind"] in ("Job", "DaemonSet")]
+    assert pods
+    assert not [pod for pod in pods for container in pod["containers"] if ".com/gpu" in str(container["resources"])]
     assert objects[-1]["metadata"]["labels"]["app.kubernetes.io/instance"] == job.name
 
 
