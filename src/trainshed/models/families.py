@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from trainshed.errors import InputError
 from trainshed.models.hf_attention import HfAttentionReader, WindowStyle, as_json, write_rope, write_windows
-from trainshed.models.hf_family_keys import MTP_KEYS, deepseek_keys, float8_keys, llama4_keys, text_part
+from trainshed.models.hf_family_keys import HARMLESS_KEYS, MTP_KEYS, deepseek_keys, float8_keys, llama4_keys, text_part
 from trainshed.models.hf_names import (
     DEEPSEEK_NAMES,
     DENSE_NAMES,
@@ -371,27 +371,6 @@ _ACTIVATIONS = {
 }
 # Keys with one value that is ours; left out, transformers takes that value too.
 _ONLY_VALUE = {"scale_attn_weights": True, "is_causal": True, "decoder_sparse_step": 1, "partial_rotary_factor": 1.0}
-# What is stored beside an architecture and changes no logit: names, token ids, generation, heads for other tasks, and
-# settings of a training, which are the recipe's (dropout, the router's losses).
-_HARMLESS = frozenset({
-    "model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash",
-    "torch_dtype", "dtype",
-    "use_cache", "return_dict", "output_hidden_states", "output_attentions", "is_decoder", "tokenizer_class",
-    "gradient_checkpointing",
-    "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "chunk_size_feed_forward",
-    "use_bfloat16",
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
-    "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "classifier_dropout",
-    "output_router_logits", "router_aux_loss_coef", "pretraining_tp", "reorder_and_upcast_attn", "n_ctx",
-    "max_window_layers",
-    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-    "task_specific_params", "id2label", "label2id", "num_labels", "problem_type", "unsloth_version", "unsloth_fixed",
-    "transformers.js_config",
-    "temperature", "top_k", "top_p", "typical_p", "num_beams", "num_beam_groups", "num_return_sequences",
-    "repetition_penalty",
-    "length_penalty", "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "diversity_penalty", "max_length",
-    "min_length", "do_sample",
-})  # fmt: skip
 _UNREAD_HINT = (
     "no key of a config is ignored: if this one changes nothing, take it out of a copy of config.json; "
     "if the architecture is known to fit, write it out under `model.config` in the recipe"
@@ -602,7 +581,7 @@ class _ConfigReader:
             )
 
     def check_unread_keys(self) -> None:
-        read = self._read | _HARMLESS | self._family.unread | float8_keys(self._config)
+        read = self._read | HARMLESS_KEYS | self._family.unread | float8_keys(self._config)
         rest = {key: value for key, value in self._config.items() if key not in read}
         refused = [key for key, value in rest.items() if (value != _ONLY_VALUE[key] if key in _ONLY_VALUE else value)]
         if refused:

@@ -1,4 +1,4 @@
-"""Keys of `config.json` that one family alone writes, or that say how its weights are stored."""
+"""Keys of `config.json` that one family alone writes, that say how its weights are stored, or that change nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,27 @@ from trainshed.recipe import ModelConfig
 
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 """DeepSeek-V3's layers that predict more than the next token; the first is the published name."""
+HARMLESS_KEYS = frozenset({
+    "model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash",
+    "torch_dtype", "dtype",
+    "use_cache", "return_dict", "output_hidden_states", "output_attentions", "is_decoder", "tokenizer_class",
+    "gradient_checkpointing",
+    "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "chunk_size_feed_forward",
+    "use_bfloat16",
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
+    "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "classifier_dropout",
+    "output_router_logits", "router_aux_loss_coef", "pretraining_tp", "reorder_and_upcast_attn", "n_ctx",
+    "max_window_layers",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "task_specific_params", "id2label", "label2id", "num_labels", "problem_type", "unsloth_version", "unsloth_fixed",
+    "transformers.js_config",
+    "temperature", "top_k", "top_p", "typical_p", "num_beams", "num_beam_groups", "num_return_sequences",
+    "repetition_penalty",
+    "length_penalty", "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "diversity_penalty", "max_length",
+    "min_length", "do_sample",
+})  # fmt: skip
+"""What is stored beside an architecture and changes no logit: names, token ids, generation, heads for other tasks, and
+settings of a training, which are the recipe's (dropout, the router's losses)."""
 WITH_PICTURES: Mapping[str, Mapping[str, Any]] = {
     "llama4": {},
     # transformers leaves out of the part what its configuration class takes anyway (4.50 to 5.22).

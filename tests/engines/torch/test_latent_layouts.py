@@ -40,7 +40,7 @@ MORE: list[tuple[str, tuple[str, ...]]] = [
     ("pp=2,stages=1+3,recompute=full,micro_batch=2", (FOUR_LAYERS,)),
     ("tp=2,offload=activations,micro_batch=4", ()),
     ("cp=2,tp=2,micro_batch=4", ("data.document_mask=true",)),
-    ("dp=2,ep=2,micro_batch=2", ("train.batch_ramp={start: 4, increment: 2, samples: 24}",)),
+    ("dp=2,ep=2,micro_batch=1", ("train.batch_ramp={start: 4, increment: 2, samples: 24}",)),
 ]
 
 

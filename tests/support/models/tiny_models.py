@@ -323,7 +323,10 @@ def hf_model(folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    if hasattr(model, "set_experts_implementation"):  # transformers 5: its grouped products round otherwise
+        model.set_experts_implementation("eager")
+    return model
 
 
 def random_hf_model(config: ModelConfig, seed: int) -> Any:
