@@ -1,9 +1,10 @@
 """Goodput: the share of a run's time in which it did steps that count, and where the rest went.
 
 The time is that of the attempts, from the start of the first to the end of the last, with the waiting between them;
-stages before it hold no GPU. What lies between an attempt that finished all its steps and one that was asked for more of
-them is not waiting, and an attempt that found nothing to do does not count. A step counts if no later attempt did it again and it updated the weights. A step that was
-stalled, and the first one of an attempt, count as much as a usual step takes: the rest of their time is lost.
+stages before it hold no GPU. Between an attempt that finished all steps and one that was asked for more nobody waits,
+and an attempt that finds nothing to do does not count. A step counts if no later attempt did it again and it updated
+the weights. A step that was stalled, and the first one of an attempt, count as much as a usual step takes: the rest of
+their time is lost.
 """
 
 from __future__ import annotations
