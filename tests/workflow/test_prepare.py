@@ -235,11 +235,16 @@ def test_tokens_that_do_not_read_back_are_not_proven(tmp_path: Path) -> None:
         prepare_run(recipe)
 
 
-def test_a_store_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["store", "cluster.store"])
+def test_a_store_that_is_no_folder_is_refused(tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_script(tmp_path)
-    recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")), ["store=s3://bucket/store"])
-    with pytest.raises(InputError, match="keeps its store on a local or mounted disk"):
-        prepare_run(recipe)
+    words = [str(write_recipe(tmp_path, "{script: numbers.py}")), f"{key}=s3://bucket/store"]
+    refusals = set()
+    for command in (["run"], ["recipes", "check"]):
+        assert run_cli([*command, *words]) == 2
+        refusals.add(capsys.readouterr().err)
+    (refusal,) = refusals
+    assert "s3://bucket/store: a run keeps its store on a local or mounted disk" in refusal.replace("\n", " ")
 
 
 def test_training_here_for_a_cluster_elsewhere_is_refused_and_says_how_to_send_it(

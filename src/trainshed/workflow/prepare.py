@@ -58,7 +58,7 @@ from trainshed.storage.attempts import newest_attempt
 from trainshed.storage.manifest import MANIFEST
 from trainshed.workflow.resolve import resolve
 from trainshed.workflow.run_checkpoints import refuse_other_checkpoints
-from trainshed.workflow.runnable import check_runnable
+from trainshed.workflow.runnable import check_runnable, check_store
 
 PREPARED_SCHEMA = "trainshed.prepared/2"
 """Since 2 the sources say what their token files were; older ones are read as well, and those without `steps`."""
@@ -510,14 +510,8 @@ def store_options(cluster: Cluster) -> StoreOptions:
 def store_root(recipe: Recipe, cluster: Cluster) -> Path:
     """Return where a run keeps what it makes; every stage asks, so this is also where other targets are refused."""
     cluster.check_runs_here()
-    root = parse(recipe.store or cluster.store_root)
-    if root.scheme != "file":
-        raise InputError(
-            "a run keeps its store on a local or mounted disk for now",
-            where=str(root),
-            hint="write a path; `trainshed data prepare --output s3://…` writes tokens to a bucket",
-        )
-    return Path(str(root))
+    check_store(recipe, cluster)
+    return Path(str(parse(recipe.store or cluster.store_root)))
 
 
 def _prepared_run(

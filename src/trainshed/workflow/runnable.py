@@ -33,6 +33,7 @@ from trainshed.recipe.section import Problem
 from trainshed.recipe.train import NF4_BLOCK
 from trainshed.recipe.validation import recipe_error
 from trainshed.recipe.yaml_io import KeyPath
+from trainshed.storage import parse
 from trainshed.storage.hub_upload import hub_token
 
 
@@ -54,6 +55,20 @@ def check_runnable(recipe: Recipe, cluster: Cluster) -> None:
     if problems:
         raise recipe_error(problems, recipe.places)
     check_notify_secrets(cluster)
+    if cluster.target == "local":
+        check_store(recipe, cluster)
+
+
+def check_store(recipe: Recipe, cluster: Cluster) -> None:
+    """Refuse a store that is no folder of this machine."""
+    root = parse(recipe.store or cluster.store_root)
+    if root.scheme != "file":
+        raise InputError(
+            f"{root}: a run keeps its store on a local or mounted disk for now",
+            where=recipe.where("store") if recipe.store else cluster.where("store"),
+            hint="write a path; `checkpoint.to` may be a bucket, and `trainshed data prepare --output s3://…` writes "
+            "tokens to one",
+        )
 
 
 def check_model(recipe: Recipe, config: ModelConfig) -> None:
