@@ -112,6 +112,7 @@ def build_job(
         serving = serve_notes(resolved, cluster, model, stages[-1])
     save_seconds = (planned.save_seconds or UNKNOWN_SAVE_SECONDS) if resolved.checkpoint.save else 0
     grace = cluster.limits.grace_seconds or ceil(2 * save_seconds + 60)
+    _check_grace(cluster, grace)
     job_file = JobFile(
         name=job_name,
         run=run,
@@ -161,6 +162,30 @@ def build_job(
         ),
         cost=planned.cost,
     )
+
+
+_LONGEST_WARNING_SECONDS = 65535
+"""How long before its time limit Slurm warns a job at most: https://slurm.schedmd.com/sbatch.html#OPT_signal."""
+
+
+def _check_grace(cluster: Cluster, grace: int) -> None:
+    """Refuse a time to save that Slurm does not give, or that leaves none to train."""
+    hours = cluster.limits.hours
+    if cluster.target != "slurm":
+        return
+    if grace > _LONGEST_WARNING_SECONDS:
+        raise RecipeError(
+            f"Slurm warns a job at most {_LONGEST_WARNING_SECONDS:,} seconds before its end, and {grace:,} are wanted "
+            "to save",
+            where=cluster.where("limits.grace_seconds"),
+            hint=f"write `grace_seconds: {_LONGEST_WARNING_SECONDS}` or less",
+        )
+    if hours is not None and grace >= hours * 3600:
+        raise RecipeError(
+            f"a job of {hours:g} hours would be asked to save {grace:,} seconds before its end: it would never train",
+            where=cluster.where("limits.hours"),
+            hint="write more hours, or fewer `limits.grace_seconds`",
+        )
 
 
 def _observe_notes(recipe: Recipe, cluster: Cluster) -> Iterator[str]:

@@ -163,7 +163,7 @@ def logs_folder(run: str) -> str:
 
 def _training_options(job: Job, cluster: Cluster, elastic: bool) -> list[str]:
     # Without `B:` the signal goes to the agents, not to the script: they make the ranks save and end.
-    lines = [sbatch_option("--signal", f"USR1@{min(job.grace_seconds, 65535)}")]
+    lines = [sbatch_option("--signal", f"USR1@{job.grace_seconds}")]
     if cluster.on_slurm.exclusive:
         # 0 is all memory of a node; the default of many clusters is a few gibibytes per CPU.
         lines += [sbatch_option("--exclusive"), sbatch_option("--mem", 0)]
