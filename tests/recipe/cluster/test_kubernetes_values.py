@@ -60,6 +60,7 @@ def test_what_the_api_server_would_refuse_is_refused_at_once(override: str, what
         cluster(f"{key}={value}")
     assert what in str(caught.value)
     assert key.split(".")[0] in str(caught.value)
+    assert "[key]" not in str(caught.value)
 
 
 def test_what_clusters_are_called_is_taken() -> None:
