@@ -128,6 +128,22 @@ def test_a_time_to_save_that_leaves_none_to_train_is_refused(tmp_path: Path, lim
     assert "limits." in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("elastic", "what"),
+    [
+        ("{min_nodes: 3}", "the run has 2 nodes, and would not train with fewer than 3"),
+        ("{min_nodes: 1, spares: 3}", "5 nodes, and the cluster slurm-h100 has 4 at most"),
+    ],
+)
+def test_a_run_that_waits_for_nodes_it_cannot_get_is_refused(tmp_path: Path, elastic: str, what: str) -> None:
+    cluster = load_cluster("slurm-h100", ["nodes={default: 2, max: 4}"])
+    recipe = recipe_file(tmp_path, "train.precision=bf16", f"elastic={elastic}")
+    with pytest.raises(InputError) as caught:
+        build_job(recipe, cluster, code=CODE)
+    assert what in str(caught.value)
+    assert "elastic." in str(caught.value)
+
+
 def test_the_job_that_a_node_reads_is_the_job_that_was_built(tmp_path: Path) -> None:
     job = job_of(tmp_path, "layout={dp: 2}", "elastic={min_nodes: 1, spares: 1}", "export={}")
     (tmp_path / "job.json").write_text(job.files["job.json"])

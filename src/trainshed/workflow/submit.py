@@ -91,6 +91,7 @@ def build_job(
     check_fit_before_submit(resolved, model.config, store_options(cluster), offline=offline)
     planned = plan_on_cluster(resolved, cluster, model, nodes, gpus, despite_memory)
     check_export(resolved, planned.layout)
+    _check_elastic(resolved, cluster, planned.placement.nodes)
     check_ranks(resolved, planned.layout.world_size)
     check_loss(resolved, planned.layout)
     check_adapters(resolved, model.config, planned.layout)
@@ -162,6 +163,21 @@ def build_job(
         ),
         cost=planned.cost,
     )
+
+
+def _check_elastic(recipe: Recipe, cluster: Cluster, nodes: int) -> None:
+    """Refuse a run that waits for more nodes than it has, or holds more than the cluster gives."""
+    if recipe.elastic is None:
+        return
+    if recipe.elastic.min_nodes > nodes:
+        raise RecipeError(
+            f"the run has {nodes} {'node' if nodes == 1 else 'nodes'}, and would not train with fewer than "
+            f"{recipe.elastic.min_nodes}",
+            where=recipe.where("elastic.min_nodes"),
+            hint=f"write {nodes} or less: `spares` only stand in for nodes that are lost",
+        )
+    if recipe.elastic.spares:
+        check_node_count(cluster, nodes + recipe.elastic.spares, recipe.where("elastic.spares"))
 
 
 _LONGEST_WARNING_SECONDS = 65535
