@@ -105,6 +105,9 @@ def test_what_is_no_override_is_refused(error: Callable[..., RecipeError], text:
         ("data.train.2.path=x", "data.train has 1 element, counted from 0", "data.train.1=… would add one"),
         ("data.skip.1=[1,2]", "data.skip has 0 elements, counted from 0", "data.skip.0=… would add one"),
         ("train.optimizer.betas=[1", "this is not YAML: ", None),
+        ("train.steps=9223372036854775808", "9223372036854775808 is more than the 64 bits", "write a smaller one; "),
+        ("engine.name=[torch]", "a list is not one of torch, megatron", None),
+        ("engine.name={}", "a mapping is not one of torch, megatron", None),
     ],
 )
 def test_a_wrong_override_names_itself(
@@ -114,7 +117,7 @@ def test_a_wrong_override_names_itself(
     assert found.what.startswith(what)
     assert found.where == f"command line: {override.split('=')[0]}=…"
     if hint:
-        assert found.hint == hint
+        assert (found.hint or "").startswith(hint)
 
 
 def test_a_value_that_is_not_utf8_is_refused(error: Callable[..., RecipeError]) -> None:

@@ -34,6 +34,13 @@ def recipe_with(*overrides: str) -> Recipe:
         ("train.phases.0.steps=null", "train.phases.0", "says nothing about the length"),
         ("train.phases.0.lr=0.0", "train.phases.0.lr", "nothing would be learned"),
         ("train.phases.0.name=long", "train.phases.0.name", "two phases are called `long`"),
+        ("train.phases.1.name=phase-1", "train.phases.1.name", "two phases are called `phase-1`"),
+        ("train.phases.0.data={skip: [[5, 3]]}", "train.phases.0.data.skip.0", "is empty"),
+        (
+            "train.phases.0.data={skip: [[0, 6], [2, 8]]}",
+            "train.phases.0.data.skip.1",
+            "begins before the range",
+        ),
         ("engine=megatron", "train.phases", "megatron does not train in phases"),
         ("engine=torchtune", "train.phases", "torchtune does not train in phases"),
         ("elastic={min_nodes: 1}", "elastic", "does not go on with fewer nodes"),

@@ -500,6 +500,12 @@ CASES: dict[str, tuple[tuple[str, ...], str, str, str | None]] = {
         "is not read without a pipeline",
         "write pp: 2 or more, or delete it",
     ),
+    "more chunks than any model has layers": (
+        ("layout={pp: 8, vp: 1000000000000}",),
+        "layout.vp",
+        "pp · vp = 8,000,000,000,000 chunks: no model has so many layers",
+        "write smaller ones",
+    ),
     "interleaved without vp": (
         ("layout={pp: 2, schedule: interleaved}",),
         "layout.schedule",

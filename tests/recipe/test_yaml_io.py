@@ -194,3 +194,11 @@ def test_bytes_that_are_not_utf8_are_named_with_their_line() -> None:
 
 def test_a_byte_order_mark_is_no_trouble() -> None:
     assert decode_utf8(b"\xef\xbb\xbfname: x", "r.yaml") == "name: x"
+
+
+@pytest.mark.parametrize("digits", ["9223372036854775808", "-9223372036854775808", "0x8000000000000000", "9" * 5000])
+def test_a_number_of_more_than_64_bits_is_refused_at_its_line(load: Any, digits: str) -> None:
+    where, what, hint = refusal(load, f"a: 1\nb: {digits}\n")
+    assert (where, what) == ("r.yaml:2", f"{digits} is more than the 64 bits that a number has")
+    assert hint == "write a smaller one; digits that are not a number stand in quotes"
+    assert load(f"b: '{digits}'\nc: 9223372036854775807").value == {"b": digits, "c": 2**63 - 1}

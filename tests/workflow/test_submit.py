@@ -112,6 +112,38 @@ def test_grace_is_twice_the_planned_save_and_a_minute_unless_the_cluster_says_ot
     assert build_job(recipe_file(tmp_path, "train.precision=bf16"), said, code=CODE).grace_seconds == 90
 
 
+@pytest.mark.parametrize(
+    ("limits", "what"),
+    [
+        ("{hours: 1, grace_seconds: 3600}", "a job of 1 hours would be asked to save 3,600 seconds before its end"),
+        ("{hours: 0.1}", "a job of 0.1 hours would be asked to save 600 seconds before its end: it would never train"),
+        ("{grace_seconds: 70000}", "Slurm warns a job at most 65,535 seconds before its end, and 70,000 are wanted"),
+    ],
+)
+def test_a_time_to_save_that_leaves_none_to_train_is_refused(tmp_path: Path, limits: str, what: str) -> None:
+    cluster = load_cluster("slurm-h100", [f"limits={limits}"])
+    with pytest.raises(InputError) as caught:
+        build_job(recipe_file(tmp_path, "train.precision=bf16"), cluster, code=CODE)
+    assert what in str(caught.value)
+    assert "limits." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("elastic", "what"),
+    [
+        ("{min_nodes: 3}", "the run has 2 nodes, and would not train with fewer than 3"),
+        ("{min_nodes: 1, spares: 3}", "5 nodes, and the cluster slurm-h100 has 4 at most"),
+    ],
+)
+def test_a_run_that_waits_for_nodes_it_cannot_get_is_refused(tmp_path: Path, elastic: str, what: str) -> None:
+    cluster = load_cluster("slurm-h100", ["nodes={default: 2, max: 4}"])
+    recipe = recipe_file(tmp_path, "train.precision=bf16", f"elastic={elastic}")
+    with pytest.raises(InputError) as caught:
+        build_job(recipe, cluster, code=CODE)
+    assert what in str(caught.value)
+    assert "elastic." in str(caught.value)
+
+
 def test_the_job_that_a_node_reads_is_the_job_that_was_built(tmp_path: Path) -> None:
     job = job_of(tmp_path, "layout={dp: 2}", "elastic={min_nodes: 1, spares: 1}", "export={}")
     (tmp_path / "job.json").write_text(job.files["job.json"])

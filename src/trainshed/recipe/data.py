@@ -5,7 +5,7 @@ Data order is a function of this section, the consumed samples and the skip list
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -362,7 +362,7 @@ class DataSection(Section):
                 yield Problem(("sequence_length",), "is missing", "sequence_length: 8192")
         yield from self._weight_problems()
         yield from self._validation_problems()
-        yield from self._skip_problems()
+        yield from skip_problems(self.skip)
 
     def _weight_problems(self) -> Iterator[Problem]:
         without = [index for index, source in enumerate(self.train) if source.weight is None]
@@ -413,18 +413,20 @@ class DataSection(Section):
         for name in asking[1:]:
             yield Problem(("validation", name, "prompts"), f"`{asking[0]}` has prompts already", "keep them in one set")
 
-    def _skip_problems(self) -> Iterator[Problem]:
-        end = 0
-        for index, (start, stop) in enumerate(self.skip):
-            if start >= stop:
-                yield Problem(("skip", index), f"[{start}, {stop}] is empty", "write [start, stop] with start < stop")
-            elif start < end:
-                yield Problem(
-                    ("skip", index),
-                    f"[{start}, {stop}] begins before the range above it ends",
-                    "sort the ranges and join those that overlap",
-                )
-            end = max(end, stop)
+
+def skip_problems(ranges: Iterable[tuple[int, int]]) -> Iterator[Problem]:
+    """Yield empty ranges of skipped samples, and those that overlap or stand in another order."""
+    end = 0
+    for index, (start, stop) in enumerate(ranges):
+        if start >= stop:
+            yield Problem(("skip", index), f"[{start}, {stop}] is empty", "write [start, stop] with start < stop")
+        elif start < end:
+            yield Problem(
+                ("skip", index),
+                f"[{start}, {stop}] begins before the range above it ends",
+                "sort the ranges and join those that overlap",
+            )
+        end = max(end, stop)
 
 
 def expand_data(value: Any) -> Any:

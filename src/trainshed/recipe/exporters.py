@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from trainshed.recipe.section import Problem, Section, Text
-from trainshed.recipe.serving import Port
+from trainshed.recipe.section import Port, Problem, Section, Text
 from trainshed.redaction import credentials_in
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")

@@ -19,6 +19,10 @@ Overlap = Literal["tp"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
+MOST_CHUNKS = 10_000
+"""Chunks of a pipeline that are counted out before the model's layers are known; a slip of the finger is not."""
+
+
 class Layout(Section):
     """A layout written out. Every key left out is 1, except `dp`: it takes the ranks that are left."""
 
@@ -62,6 +66,9 @@ class Layout(Section):
                 f"vp: {self.vp} interleaves a pipeline, and pp is 1",
                 "write pp: 2 or more, or delete vp",
             )
+        if self.pp * self.vp > MOST_CHUNKS:
+            what = f"pp · vp = {self.pp * self.vp:,} chunks: no model has so many layers"
+            yield Problem(("vp",) if self.vp > 1 else ("pp",), what, "write smaller ones")
         if self.schedule is not None and self.pp == 1:
             yield Problem(("schedule",), "is not read without a pipeline", "write pp: 2 or more, or delete it")
         elif self.schedule == "interleaved" and self.vp == 1:

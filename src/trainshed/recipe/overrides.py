@@ -114,7 +114,10 @@ def _read_value(text: str, origin: str) -> Any:
     if text[:1] not in ("[", "{", '"', "'"):
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             raise RecipeError("the value is not UTF-8 text", where=origin)
-        return yaml_io.parse_scalar(text)
+        value = yaml_io.parse_scalar(text)
+        if yaml_io.too_large(value):
+            raise RecipeError(f"{text} {yaml_io.TOO_LARGE[0]}", where=origin, hint=yaml_io.TOO_LARGE[1])
+        return value
     try:
         return parse_yaml(f"value: {text}\n", origin).value["value"]
     except RecipeError as error:

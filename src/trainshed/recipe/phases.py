@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from trainshed.recipe.data import SkipRange, Source
+from trainshed.recipe.data import SkipRange, Source, skip_problems
 from trainshed.recipe.layout import Layout
 from trainshed.recipe.section import (
     Count,
@@ -39,6 +39,10 @@ class PhaseData(Section):
     skip: Annotated[tuple[SkipRange, ...], Field(strict=False)] = Field(
         (), description="Sample ranges [start, stop) of the phase's own order that are left out"
     )
+
+    def problems(self) -> Iterator[Problem]:
+        """Ranges in order."""
+        yield from skip_problems(self.skip)
 
 
 class TrainPhase(Section):
@@ -97,7 +101,7 @@ class TrainPhase(Section):
 
 def phase_problems(phases: tuple[TrainPhase, ...]) -> Iterator[Problem]:
     """Yield what is wrong with phases beside each other; paths are within `train`."""
-    names = [phase.name for phase in phases if phase.name is not None]
+    names = [phase.name or f"phase-{number}" for number, phase in enumerate(phases, start=1)]
     for number, phase in enumerate(phases):
         if phase.name is not None and names.count(phase.name) > 1:
             yield Problem(("phases", number, "name"), f"two phases are called `{phase.name}`", "rename one")

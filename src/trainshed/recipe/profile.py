@@ -70,7 +70,8 @@ class Profile(Section):
 
     def length_problems(self, steps: int) -> Iterator[Problem]:
         """Yield what a run of so many steps does not reach."""
-        reached = sum(cycle.start < steps for cycle in self.recorded())
+        period = self.wait_steps + self.warmup_steps + self.steps
+        reached = min(self.cycles, max(0, -(-(steps - self.steps_before) // period)))
         if not reached:
             yield Problem(("start",), f"the run ends after {steps} steps, before it", "write a smaller one")
         elif reached < self.cycles:

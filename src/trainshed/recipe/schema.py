@@ -305,7 +305,7 @@ class Recipe(WrittenFile):
             return given
         engine, saving = given.get("engine"), given.get("checkpoint", {})
         name = engine.get("name") if isinstance(engine, dict) else engine
-        if name not in CHECKPOINT_DEFAULTS or not isinstance(saving, dict):
+        if not isinstance(name, str) or name not in CHECKPOINT_DEFAULTS or not isinstance(saving, dict):
             return given
         return given | {"checkpoint": CHECKPOINT_DEFAULTS[name] | saving}
 

@@ -86,6 +86,7 @@ by_shape = Discriminator(shape_of)
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NotNegativeInt = Annotated[int, Field(ge=0)]
+Port = Annotated[int, Field(ge=1, le=65535)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]

@@ -12,6 +12,7 @@ from trainshed.recipe.registered import EngineArgument, choice_or_registered
 from trainshed.recipe.section import (
     VARIABLE_PATTERN,
     NotNegativeInt,
+    Port,
     PositiveInt,
     Problem,
     Quantity,
@@ -68,7 +69,6 @@ EXPORT_DTYPES = {
 
 ADAPTER_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
 """No equals sign: servers are told NAME=ADDRESS."""
-Port = Annotated[int, Field(ge=1, le=65535)]
 AdapterName = Annotated[str, Field(pattern=ADAPTER_NAME_PATTERN)]
 VariableName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
 

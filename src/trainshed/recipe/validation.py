@@ -292,7 +292,7 @@ def _problems_of(kind: type[BaseModel], error: dict[str, Any], root: Any) -> Ite
 
 
 def _written_path(loc: tuple[str | int, ...], root: Any) -> KeyPath:
-    """Drop from pydantic's path what nobody wrote: names of shapes, the 0 of a list written as one value."""
+    """Drop from pydantic's path what nobody wrote: shapes' names, the 0 of a list written as one value, `[key]`."""
     path: list[str | int] = []
     value = root
     for step in loc:
@@ -300,6 +300,8 @@ def _written_path(loc: tuple[str | int, ...], root: Any) -> KeyPath:
             continue
         if isinstance(step, int) and not isinstance(value, list | tuple):
             continue
+        if step == "[key]" and not (isinstance(value, dict) and step in value):
+            continue  # the name before it is what is wrong
         path.append(step)
         if isinstance(value, dict):
             value = value.get(step)

@@ -49,8 +49,23 @@ def parse_scalar(text: str) -> Scalar:
     return parse_float(text) if FLOAT_PATTERN.match(text) else text
 
 
+_MOST_INT = 2**63 - 1
+_MOST_DIGITS = 100
+TOO_LARGE = (
+    "is more than the 64 bits that a number has",
+    "write a smaller one; digits that are not a number stand in quotes",
+)
+
+
+def too_large(value: Scalar) -> bool:
+    """Whether a value is a whole number that no file of a run could hold."""
+    return isinstance(value, int) and abs(value) > _MOST_INT
+
+
 def parse_int(text: str) -> int:
-    """Read `12`, `1_000`, `0x1f` or `0o17`."""
+    """Read `12`, `1_000`, `0x1f` or `0o17`; what has more digits than Python reads is only too large."""
+    if len(text) > _MOST_DIGITS:
+        return _MOST_INT + 1
     return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
 
 
@@ -234,7 +249,10 @@ class _NodeReader:
         }
         if kind not in patterns or not patterns[kind].match(text):
             raise self._tagged(node)
-        return parse_scalar(text)
+        value = parse_scalar(text)
+        if too_large(value):
+            raise self._error(node, f"{text} {TOO_LARGE[0]}", TOO_LARGE[1])
+        return value
 
     def _sequence(self, node: Any, path: KeyPath) -> list[Any]:
         if node.tag != _TAG + "seq":

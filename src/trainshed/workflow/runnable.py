@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from trainshed.data.chat.template import catalog_names
+from trainshed.data.text.splits import parse_split
 from trainshed.engines.megatron.layout_args import uses_fsdp
 from trainshed.errors import InputError, MissingExtra, RecipeError
 from trainshed.launch.job import JobFile
@@ -43,6 +45,7 @@ def check_runnable(recipe: Recipe, cluster: Cluster) -> None:
     problems = [
         *_engine_problems(recipe),
         *_staging_problems(recipe, cluster),
+        *_text_problems(recipe),
         *_preference_problems(recipe),
         *_plugin_problems(recipe),
         *_target_problems(recipe, cluster),
@@ -60,7 +63,7 @@ def check_runnable(recipe: Recipe, cluster: Cluster) -> None:
 
 
 def check_store(recipe: Recipe, cluster: Cluster) -> None:
-    """Refuse a store that is no folder of this machine."""
+    """Refuse a store that is not a folder of this machine."""
     root = parse(recipe.store or cluster.store_root)
     if root.scheme != "file":
         raise InputError(
@@ -282,6 +285,21 @@ def _staging_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:
             )
 
 
+def _text_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield splits and chat templates that nobody could read."""
+    for path, source in recipe.sources():
+        try:
+            parse_split(source.split or "train")
+        except InputError as error:
+            yield Problem((*path, "split"), error.what, error.hint)
+    template = recipe.data.template
+    if template is not None and not template.endswith(".jinja") and template not in catalog_names():
+        known = ", ".join(catalog_names())
+        yield Problem(
+            ("data", "template"), f"there is no chat template `{template}`", f"write {known}, or a .jinja file"
+        )
+
+
 def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield what cannot be had together with `mode: dpo`."""
     train = recipe.train
@@ -390,6 +408,9 @@ def _addresses(recipe: Recipe) -> Iterator[tuple[KeyPath, str, bool]]:
         yield ("checkpoint", "to"), recipe.checkpoint.to, True
     if recipe.export is not None and recipe.export.to is not None and not recipe.publishes:
         yield ("export", "to"), recipe.export.to, True
+    mlflow = recipe.observe.mlflow
+    if mlflow is not None and not mlflow.uri.startswith("databricks"):
+        yield ("observe", "mlflow", "uri"), mlflow.uri.removeprefix("file://"), True
     if recipe.eval is not None:
         for number, tokens in enumerate(recipe.eval.perplexity or ()):
             if tokens != VALIDATION:

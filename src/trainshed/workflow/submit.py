@@ -86,6 +86,7 @@ def build_job(
     model = planned_model(resolved, cluster)
     check_fit_before_submit(resolved, model.config, store_options(cluster), offline=offline)
     planned = plan_on_cluster(resolved, cluster, model, nodes, gpus, despite_memory)
+    _check_elastic(resolved, cluster, planned.placement.nodes)
     check_model(resolved, model.config)
     check_layout(resolved, model.config, planned.layout)
     check_publishing(resolved, cluster)
@@ -104,6 +105,7 @@ def build_job(
         serving = serve_notes(resolved, cluster, model, stages[-1])
     save_seconds = (planned.save_seconds or UNKNOWN_SAVE_SECONDS) if resolved.checkpoint.save else 0
     grace = cluster.limits.grace_seconds or ceil(2 * save_seconds + 60)
+    _check_grace(cluster, grace)
     job_file = JobFile(
         name=job_name,
         run=run,
@@ -153,6 +155,45 @@ def build_job(
         ),
         cost=planned.cost,
     )
+
+
+def _check_elastic(recipe: Recipe, cluster: Cluster, nodes: int) -> None:
+    """Refuse a run that waits for more nodes than it has, or holds more than the cluster gives."""
+    if recipe.elastic is None:
+        return
+    if recipe.elastic.min_nodes > nodes:
+        raise RecipeError(
+            f"the run has {nodes} {'node' if nodes == 1 else 'nodes'}, and would not train with fewer than "
+            f"{recipe.elastic.min_nodes}",
+            where=recipe.where("elastic.min_nodes"),
+            hint=f"write {nodes} or less: `spares` only stand in for nodes that are lost",
+        )
+    if recipe.elastic.spares:
+        check_node_count(cluster, nodes + recipe.elastic.spares, recipe.where("elastic.spares"))
+
+
+_LONGEST_WARNING_SECONDS = 65535
+"""How long before its time limit Slurm warns a job at most: https://slurm.schedmd.com/sbatch.html#OPT_signal."""
+
+
+def _check_grace(cluster: Cluster, grace: int) -> None:
+    """Refuse a time to save that Slurm does not give, or that leaves none to train."""
+    hours = cluster.limits.hours
+    if cluster.target != "slurm":
+        return
+    if grace > _LONGEST_WARNING_SECONDS:
+        raise RecipeError(
+            f"Slurm warns a job at most {_LONGEST_WARNING_SECONDS:,} seconds before its end, and {grace:,} are wanted "
+            "to save",
+            where=cluster.where("limits.grace_seconds"),
+            hint=f"write `grace_seconds: {_LONGEST_WARNING_SECONDS}` or less",
+        )
+    if hours is not None and grace >= hours * 3600:
+        raise RecipeError(
+            f"a job of {hours:g} hours would be asked to save {grace:,} seconds before its end: it would never train",
+            where=cluster.where("limits.hours"),
+            hint="write more hours, or fewer `limits.grace_seconds`",
+        )
 
 
 def _observe_notes(recipe: Recipe, cluster: Cluster) -> Iterator[str]:

@@ -138,7 +138,6 @@ BASE = {"name": "c", "target": "slurm", "machine": "cpu"}
         ({"slurm": {"options": ["--requeue"]}}, "slurm.options.0", "delete it"),
         ({"slurm": {"options": ["mail"]}}, "slurm.options.0", "write for example --comment=x"),
         ({"secrets": {"X": {"env": "A B"}}}, "secrets.X", "write for example HF_TOKEN"),
-        ({"secrets": {"X;Y": {"env": "A"}}}, "secrets.X;Y", "write for example HF_TOKEN"),
         ({"slurm": {"container": "pyxis"}}, "slurm.container", "write `image: registry/name@sha256:…`"),
     ],
 )

@@ -184,6 +184,13 @@ def test_a_misspelt_cluster_gets_the_nearest(project: Path) -> None:
             "write for example `tier: amlfs-250`",
         ),
         ("target: local\nmtbf_hours: 0", "(mtbf_hours)", "must be more than 0, and is 0", None),
+        (
+            "target: slurm\nsecrets: {X;Y: {env: A}}",
+            "(secrets.X;Y)",
+            "`X;Y` is not a name of a variable",
+            "use letters, digits and underscores, for example HF_HOME",
+        ),
+        ("target: slurm\nslurm: {port: 99999}", "(slurm.port)", "must be at most 65535, and is 99999", None),
         ("target: local\nqueue: x", "(queue)", "unknown key `queue`", None),
         (
             "target: local\nstores: {ftp: {}}",

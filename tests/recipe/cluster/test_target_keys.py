@@ -135,7 +135,9 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "kubernetes.tolerations.*.operator": {
         "kubernetes": {"tolerations": [{"key": "t", "operator": "Equal", "value": "a"}]}
     },
-    "kubernetes.tolerations.*.value": {"kubernetes": {"tolerations": [{"key": "t", "value": "b"}]}},
+    "kubernetes.tolerations.*.value": {
+        "kubernetes": {"tolerations": [{"key": "t", "operator": "Equal", "value": "b"}]}
+    },
     "kubernetes.tolerations.*.effect": {"kubernetes": {"tolerations": [{"key": "t", "effect": "NoExecute"}]}},
     "kubernetes.avoid_nodes": {"kubernetes": {"avoid_nodes": ["bad"]}},
     "kubernetes.labels": {"kubernetes": {"labels": {"team": "ml"}}},

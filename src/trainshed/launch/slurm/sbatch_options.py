@@ -163,7 +163,7 @@ def logs_folder(run: str) -> str:
 
 def _training_options(job: Job, cluster: Cluster, elastic: bool) -> list[str]:
     # Without `B:` the signal goes to the agents, not to the script: they make the ranks save and end.
-    lines = [sbatch_option("--signal", f"USR1@{min(job.grace_seconds, 65535)}")]
+    lines = [sbatch_option("--signal", f"USR1@{job.grace_seconds}")]
     if cluster.on_slurm.exclusive:
         # 0 is all memory of a node; the default of many clusters is a few gibibytes per CPU.
         lines += [sbatch_option("--exclusive"), sbatch_option("--mem", 0)]
@@ -213,14 +213,13 @@ def exported_names(cluster: Cluster) -> list[str]:
 
 
 def secret_references(cluster: Cluster) -> Iterator[tuple[str, SecretReference]]:
-    """Yield the cluster's secrets by variable name; refuse what is not a variable name or not a path."""
+    """Yield the cluster's secrets by variable name; refuse what names no variable and no path."""
     for name, reference in sorted(cluster.secrets.items()):
         where = cluster.where(f"secrets.{name}")
-        for variable in (name, reference.env):
-            if variable is not None and not _VARIABLE_NAME.fullmatch(variable):
-                raise RecipeError(
-                    f"{variable!r} is not a name of a variable", where=where, hint="write for example HF_TOKEN"
-                )
+        if reference.env is not None and not _VARIABLE_NAME.fullmatch(reference.env):
+            raise RecipeError(
+                f"{reference.env!r} is not a name of a variable", where=where, hint="write for example HF_TOKEN"
+            )
         if reference.file is not None and ("\x00" in reference.file or "\n" in reference.file):
             raise RecipeError("this is not a path", where=where, hint="write the path of a file that every node reads")
         yield name, reference

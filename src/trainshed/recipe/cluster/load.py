@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from trainshed.errors import InputError, RecipeError
+from trainshed.recipe.cluster.kubernetes_values import value_problems
 from trainshed.recipe.cluster.schema import Cluster
 from trainshed.recipe.cluster.target_keys import unread_keys
 from trainshed.recipe.load import YAML_SUFFIXES, check_format, to_plain
@@ -132,7 +133,12 @@ _ASSIGNMENT = re.compile(r"(?:^|[\s;&|])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;
 
 def check_cluster(cluster: Cluster) -> None:
     """Raise one error with all that keeps jobs from doing what the file says."""
-    problems = [*_missing_machine(cluster), *unread_keys(cluster), *_written_secrets(cluster)]
+    problems = [
+        *_missing_machine(cluster),
+        *unread_keys(cluster),
+        *_written_secrets(cluster),
+        *value_problems(cluster),
+    ]
     if problems:
         raise recipe_error(problems, cluster.places)
 

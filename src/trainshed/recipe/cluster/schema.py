@@ -31,6 +31,7 @@ from trainshed.recipe.section import (
     TEXT_PATTERN,
     URL_PATTERN,
     VARIABLE_PATTERN,
+    Port,
     PositiveFloat,
     PositiveInt,
     Problem,
@@ -40,6 +41,7 @@ from trainshed.recipe.section import (
     Text,
     by_shape,
     invalid_value,
+    quantity_bytes,
 )
 from trainshed.recipe.written_file import WrittenFile
 
@@ -181,7 +183,7 @@ class Slurm(Section):
     container: Literal["pyxis", "none"] = Field("none", description="pyxis: in the cluster's image; none: in `venv`")
     venv: MountPath | None = Field(None, description="A Python environment on the shared disk that jobs run in")
     exclusive: bool = Field(True, description="Take whole nodes for training")
-    port: PositiveInt | None = Field(None, description="Port of rank 0; left out: one that follows from the job's id")
+    port: Port | None = Field(None, description="Port of rank 0; left out: one that follows from the job's id")
     options: TextList = Field((), description="Further #SBATCH options", examples=[["--mail-type=END"]])
 
 
@@ -304,10 +306,14 @@ class StageLimits(Section):
     memory: Quantity | None = Field(None, description="Memory; left out: as for other stages of its kind")
 
 
+MOST_HOURS = 365 * 24.0
+"""What schedulers can count; whoever wants no limit leaves `hours` out."""
+
+
 class JobLimits(Section):
     """What a job may take."""
 
-    hours: Annotated[float, Field(gt=0)] | None = Field(
+    hours: Annotated[float, Field(gt=0, le=MOST_HOURS)] | None = Field(
         None, description="Longest time of one attempt; it saves and is queued again"
     )
     restarts: Annotated[int, Field(ge=0)] = Field(3, description="How often a failed training is started again")
@@ -324,6 +330,14 @@ class JobLimits(Section):
         examples=[{"prepare": {"cpus": 80, "memory": "1024Gi"}, "train": {"cpus": 64, "memory": "800Gi"}}],
     )
     prepare_parts: PositiveInt = Field(1, description="Tasks among which the data is tokenised")
+
+    def problems(self) -> Iterator[Problem]:
+        """A limit that no scheduler takes for none, and memory that is not none."""
+        if self.hours is not None and self.hours * 60 < 1:
+            yield Problem(("hours",), f"{self.hours:g} hours are less than a minute", "write a longer time")
+        for key in ("shared_memory", "cpu_stage_memory"):
+            if quantity_bytes(getattr(self, key)) == 0:
+                yield Problem((key,), "is 0, which Kubernetes takes for no limit", "write a size, for example 64Gi")
 
 
 LOCAL_STORE = "./store"
@@ -388,7 +402,7 @@ class Cluster(WrittenFile):
     stores: dict[str, StoreEndpoint] = Field(
         default_factory=dict, description="Endpoints, by scheme (`s3`) or by bucket (`s3://bucket`)"
     )
-    secrets: dict[str, Annotated[SecretReference, BeforeValidator(refuse_literal_secret)]] = Field(
+    secrets: dict[EnvironmentName, Annotated[SecretReference, BeforeValidator(refuse_literal_secret)]] = Field(
         default_factory=dict, description="Secrets by reference: {HF_TOKEN: {env: HF_TOKEN}}"
     )
     nodes: Nodes = Field(default_factory=Nodes, description="How many nodes a run gets")
