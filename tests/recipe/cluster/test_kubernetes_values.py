@@ -42,7 +42,7 @@ def cluster(*overrides: str) -> Cluster:
         ("secrets={HF TOKEN: {k8s: hf/token}}", "`HF TOKEN` is not a name of a variable"),
         ("kubernetes.tolerations=[{key: t, value: x}]", "`operator: Exists` compares no value"),
         ("kubernetes.tolerations=[{operator: Equal, value: x}]", "is missing: the value of which taint?"),
-        ("kubernetes.tolerations=[{key: a b}]", "`a b` is no key of a taint"),
+        ("kubernetes.tolerations=[{key: a b}]", "`a b` is not a key of a taint"),
         ("kubernetes.tolerations=[{key: t, operator: Equal, value: a b}]", "`a b` is not a value of a taint"),
         ("volumes.1={mount: /shared/, pvc: more}", "/shared is where another volume is mounted (volumes.0)"),
         ("volumes.1={mount: /dev/shm, pvc: more}", "/dev/shm is taken in every pod"),

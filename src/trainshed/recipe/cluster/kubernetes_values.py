@@ -39,7 +39,7 @@ def value_problems(cluster: Cluster) -> Iterator[Problem]:
         return
     for path, text, pattern, kind, hint in _texts(cluster):
         if text is not None and not pattern.fullmatch(text):
-            yield Problem(path, f"`{text}` is no {kind} of Kubernetes", hint)
+            yield Problem(path, f"`{text}` is not {kind} of Kubernetes", hint)
     yield from _label_problems(cluster)
     yield from _toleration_problems(cluster)
     yield from _mount_problems(cluster)
@@ -56,22 +56,22 @@ def _texts(cluster: Cluster) -> Iterator[_Text]:
         *((("kubernetes", "image_pull_secrets", n), name) for n, name in enumerate(section.image_pull_secrets)),
         *((("volumes", n, "pvc"), volume.pvc) for n, volume in enumerate(cluster.volumes)),
     ]
-    yield ("kubernetes", "namespace"), section.namespace, _NAMESPACE, "namespace", _NAME_HINT
-    yield from ((path, name, _NAME, "name", _NAME_HINT) for path, name in names)
+    yield ("kubernetes", "namespace"), section.namespace, _NAMESPACE, "a namespace", _NAME_HINT
+    yield from ((path, name, _NAME, "a name", _NAME_HINT) for path, name in names)
     for key in ("queue", "cpu_queue", "priority"):
-        yield ("kubernetes", key), getattr(section, key), _NAME_IN_LABEL, "name", _NAME_HINT
+        yield ("kubernetes", key), getattr(section, key), _NAME_IN_LABEL, "a name", _NAME_HINT
     for name, secret in cluster.secrets.items():
-        yield ("secrets", name, "k8s"), secret.k8s, _SECRET, "secret with its key", "write {k8s: hf-token/token}"
+        yield ("secrets", name, "k8s"), secret.k8s, _SECRET, "a secret with its key", "write {k8s: hf-token/token}"
     for number, node in enumerate(section.avoid_nodes):
-        yield ("kubernetes", "avoid_nodes", number), node, _VALUE, "hostname", _VALUE_HINT
+        yield ("kubernetes", "avoid_nodes", number), node, _VALUE, "a hostname", _VALUE_HINT
     if section.topology is not None:
-        yield ("kubernetes", "topology", "level"), section.topology.level, _KEY, "label", _KEY_HINT
+        yield ("kubernetes", "topology", "level"), section.topology.level, _KEY, "a label", _KEY_HINT
     for key in ("labels", "node_selector", "cpu_node_selector"):
         for label, value in getattr(section, key).items():
-            yield ("kubernetes", key, label), label, _KEY, "label", _KEY_HINT
-            yield ("kubernetes", key, label), value, _VALUE, "value of a label", _VALUE_HINT
+            yield ("kubernetes", key, label), label, _KEY, "a label", _KEY_HINT
+            yield ("kubernetes", key, label), value, _VALUE, "a value of a label", _VALUE_HINT
     for name in section.annotations:
-        yield ("kubernetes", "annotations", name), name, _KEY, "annotation", _KEY_HINT
+        yield ("kubernetes", "annotations", name), name, _KEY, "an annotation", _KEY_HINT
 
 
 def _label_problems(cluster: Cluster) -> Iterator[Problem]:
@@ -84,7 +84,7 @@ def _toleration_problems(cluster: Cluster) -> Iterator[Problem]:
     for number, toleration in enumerate(cluster.on_kubernetes.tolerations):
         path = ("kubernetes", "tolerations", number)
         if toleration.key is not None and not _KEY.fullmatch(toleration.key):
-            yield Problem((*path, "key"), f"`{toleration.key}` is no key of a taint", _KEY_HINT)
+            yield Problem((*path, "key"), f"`{toleration.key}` is not a key of a taint", _KEY_HINT)
         if toleration.operator == "Exists" and toleration.value is not None:
             yield Problem((*path, "value"), "`operator: Exists` compares no value", "write `operator: Equal`")
         elif toleration.value is not None and not _VALUE.fullmatch(toleration.value):
