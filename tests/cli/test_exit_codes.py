@@ -131,7 +131,12 @@ def test_what_the_system_refuses_is_told_with_its_path_and_is_no_fault_of_ours(
 ) -> None:
     # Nobody makes a folder in /sys, not even root.
     (tmp_path / "file").touch()
-    refused = {"/sys/trainshed": "cluster.store=PATH", str(tmp_path / "file"): "a file stands where a folder is needed"}
+    (tmp_path / "link").symlink_to("/mnt/unmounted")
+    refused = {
+        "/sys/trainshed": "cluster.store=PATH",
+        str(tmp_path / "file"): "a file stands where a folder is needed",
+        str(tmp_path / "link"): "it is a link to /mnt/unmounted, which is not there",
+    }
     for store, hint in refused.items():
         assert run_cli(["run", "quickstart", f"cluster.store={store}"]) == 1
         said = capsys.readouterr().err

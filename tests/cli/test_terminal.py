@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -112,6 +113,25 @@ def test_ctrl_c_at_a_terminal_leaves_no_traceback_of_worker_processes(tmp_path: 
     assert "Traceback" not in said
     assert process.returncode == 130, said
     assert said.endswith("stopped by Ctrl-C; the same command goes on where it was\n")
+
+
+def test_ctrl_c_ends_a_check_of_a_layout_by_its_name(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainshed", "verify", "quickstart", "--layout", "tp=2", "--steps", "5000"],
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    while not any('"kind":"step"' in path.read_text() for path in tmp_path.glob("*/**/events/*/*.jsonl")):
+        assert process.poll() is None
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=300)[1]
+    assert process.returncode == 130, said
+    assert said.endswith("error: the check was stopped by Ctrl-C\n")
 
 
 def test_ctrl_c_waits_while_torch_is_imported() -> None:

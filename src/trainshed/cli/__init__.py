@@ -250,11 +250,10 @@ def _of_the_system(error: Exception) -> TrainshedError | None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return NoSpace(what, where=where, hint=f"free some space, {elsewhere}; then run the same command again")
     if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP):
-        return StorageError(
-            what,
-            where=where,
-            hint="look at what is there: a file stands where a folder is needed, or the other way round",
-        )
+        hint = "look at what is there: a file stands where a folder is needed, or the other way round"
+        if where is not None and os.path.islink(where) and not os.path.exists(where):
+            hint = f"it is a link to {os.readlink(where)}, which is not there: is that disk mounted?"
+        return StorageError(what, where=where, hint=hint)
     if error.errno in (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENOTCONN, errno.EMFILE, errno.ENFILE):
         return StorageError(what, where=where, hint="look at the disk or mount, then run the same command again")
     return None

@@ -14,6 +14,7 @@ float32 passes for rounding.
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,6 +31,7 @@ from trainshed.launch.local import train_locally
 from trainshed.models.parameter_groups import parameter_group
 from trainshed.models.parameters import AddedRows, lora_parameters, parameter_count, parameters
 from trainshed.observe.event_log import read_events
+from trainshed.observe.event_text import CTRL_C
 from trainshed.plan import RankLayout
 from trainshed.plan.shrink import ShrunkRun, shrink
 from trainshed.recipe import (
@@ -443,7 +445,9 @@ class _Trials:
                 run.folder, layout, precision=PRECISION, on_event=show, environment=self.environment
             )
         if trained.exit_code:
-            stopped = TrainshedError(f"the check was stopped by signal {trained.exit_code - 128}")
+            number = trained.exit_code - 128
+            stopped_by = CTRL_C if number == signal.SIGINT else signal.Signals(number).name
+            stopped = TrainshedError(f"the check was stopped by {stopped_by}")
             stopped.exit_code = trained.exit_code
             raise stopped
         events = list(read_events(LocalStore(run.folder), "", attempt=trained.attempt))
