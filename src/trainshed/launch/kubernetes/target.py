@@ -335,7 +335,7 @@ def _check_quota(api: KubeApi, job: Job, name: str, queue: KubeObject) -> Iterat
 def _pod_requests(plan: PlannedStage) -> dict[str, float]:
     """Return what one pod asks for, as Kueue adds it up: its containers and those beside them."""
     spec = pod_template(plan, ContainerOptions(plan.stage.name, uploads=False))["spec"]
-    beside = [each for each in spec.get("initContainers", ()) if each.get("restartPolicy") == "Always"]
+    beside = [container for container in spec.get("initContainers", ()) if container.get("restartPolicy") == "Always"]
     total: dict[str, float] = {}
     for container in (*spec["containers"], *beside):
         for resource, quantity in container.get("resources", {}).get("requests", {}).items():
