@@ -84,6 +84,7 @@ def test_what_would_run_here_refuses_a_cluster_that_is_elsewhere_and_says_how_to
         ("target: slurm\ncapacity: {spot: true, reservation: r}\n", "these contradict each other"),
         ("target: slurm\nsharp: true\nfabric: efa-v2\n", "efa-v2 has no switches that sum"),
         ("target: slurm\nenvironment: {A B: x}\n", "A B"),
+        ("target: slurm\nslurm: {gpus: 'gpu:h100:4'}\n", "4 is a number of GPUs, which the machine says"),
     ],
 )
 def test_launch_keys_that_contradict_each_other_are_named(project: Path, text: str, what: str) -> None:

@@ -186,6 +186,12 @@ class Slurm(Section):
     port: Port | None = Field(None, description="Port of rank 0; left out: one that follows from the job's id")
     options: TextList = Field((), description="Further #SBATCH options", examples=[["--mail-type=END"]])
 
+    def problems(self) -> Iterator[Problem]:
+        """The machine says how many GPUs a node has, and `--gres` gets that number after the name."""
+        name, _, count = (self.gpus or "").rpartition(":")
+        if name and count.isdecimal():
+            yield Problem(("gpus",), f"{count} is a number of GPUs, which the machine says", f"write `gpus: {name}`")
+
 
 class Toleration(Section):
     """A taint that pods put up with, in Kubernetes' own words."""
