@@ -10,7 +10,7 @@ from trainshed.errors import RecipeError
 from trainshed.plan import resolve_layout
 from trainshed.recipe import Layout, Lora, ModelConfig, Recipe, parse_recipe
 from trainshed.recipe.train import lora_problems
-from trainshed.workflow.runnable import check_adapters
+from trainshed.workflow.runnable import check_layout
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "vocab_size": 96, "max_positions": 64}
 ROPE = {"rope": {"base": 10000.0}}
@@ -77,7 +77,7 @@ layout: {layout}
 )
 def test_what_a_layout_cannot_do(quantize: str, layout: dict[str, Any], where: str, what: str) -> None:
     with pytest.raises(RecipeError, match=what) as caught:
-        check_adapters(adapted(quantize), LLAMA, resolve_layout(Layout.model_validate(layout), LLAMA))
+        check_layout(adapted(quantize), LLAMA, resolve_layout(Layout.model_validate(layout), LLAMA))
     assert where in str(caught.value)
 
 
@@ -91,7 +91,7 @@ def test_what_a_layout_cannot_do(quantize: str, layout: dict[str, Any], where: s
     ],
 )
 def test_what_it_can_do_passes_too(quantize: str, layout: dict[str, Any]) -> None:
-    check_adapters(adapted(quantize), LLAMA, resolve_layout(Layout.model_validate(layout), LLAMA))
+    check_layout(adapted(quantize), LLAMA, resolve_layout(Layout.model_validate(layout), LLAMA))
 
 
 def test_a_recipe_says_it_with_its_line() -> None:
