@@ -303,7 +303,6 @@ class BucketSegmentWriter:
             return
 
 
-_RING = re.compile(r"rank-(\d{5,})\.jsonl")
 _SEGMENTS_PER_READ = 32
 """Segments of a bucket that are read at a time: a month of them is some 90,000."""
 
@@ -322,15 +321,6 @@ def read_events(store: Store, folder: str, *, attempt: int | None = None) -> Ite
             batch = names[first : first + _SEGMENTS_PER_READ]
             for name, content in zip(batch, pool.map(store.read, batch), strict=True):
                 yield from parse_events(content, join(store.url, name))
-
-
-def read_ring_dumps(store: Store, folder: str, *, attempt: int) -> dict[int, list[dict[str, Any]]]:
-    """Return the last events of the ranks that dumped them, by rank."""
-    rings: dict[int, list[dict[str, Any]]] = {}
-    for info in store.list(events_folder(folder, attempt)):
-        if match := _RING.fullmatch(info.path.rsplit("/", 1)[-1]):
-            rings[int(match[1])] = parse_events(store.read(info.path), join(store.url, info.path))
-    return rings
 
 
 def read_steps(store: Store, folder: str) -> list[dict[str, Any]]:
