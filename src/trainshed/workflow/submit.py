@@ -197,7 +197,7 @@ def _check_grace(cluster: Cluster, grace: int) -> None:
 
 
 def _observe_notes(recipe: Recipe, cluster: Cluster) -> Iterator[str]:
-    """Yield where figures and messages do not get to."""
+    """Yield notes on figures that the cluster cannot read and on messages that are not sent."""
     prometheus = recipe.observe.prometheus
     if prometheus is not None and not prometheus.is_reachable:
         yield (

@@ -1,4 +1,4 @@
-"""What the runs of a sweep have come to: their figures from their folders, as a table and as one page."""
+"""The results of a sweep: the figures of its runs, read from their folders, as a table and as one page."""
 
 from __future__ import annotations
 

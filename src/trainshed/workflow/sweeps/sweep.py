@@ -57,7 +57,7 @@ class SweepPoint:
 
     values: Values
     overrides: tuple[str, ...]
-    """All that is written after the recipe, the values among them."""
+    """All overrides, the swept values among them."""
     recipe: Recipe = field(repr=False)
     cluster: Cluster = field(repr=False)
     id: str
