@@ -111,7 +111,7 @@ class ImageRequest:
 
     @property
     def packages(self) -> list[str]:
-        """What pip installs, PyTorch left out: of ours, of the engine, and Ray."""
+        """What pip installs, besides PyTorch: what our stages and the engine import, and Ray."""
         parts = _parts()
         ours = [_pinned(line) for line in node_requirements() if not line.startswith("torch")]
         wanted: list[str] = []
@@ -330,7 +330,7 @@ def _is_usable(tool: BuildTool) -> bool:
         return Path(_KANIKO).is_file()
     if shutil.which(tool) is None:
         return False
-    # Docker's program is nothing without its daemon.
+    # Docker's client needs a running daemon.
     return tool != "docker" or subprocess.run([tool, "info"], capture_output=True, check=False).returncode == 0
 
 
