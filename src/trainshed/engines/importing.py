@@ -123,7 +123,7 @@ class ConfigImport:
     """The settings of one configuration, and what has become of them so far."""
 
     gpus: int | None = None
-    """How many the run had, where the file does not say it and somebody else does."""
+    """How many the run had, where the caller says it because the file does not."""
 
     def __init__(
         self,

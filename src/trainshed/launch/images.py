@@ -1,6 +1,6 @@
 """The images and Python environments that jobs run in, written from pinned parts (`images.yaml`) and built.
 
-`engine: torch` and `torchtune` get PyTorch's public image with what our stages import besides; the PyTorch of a base
+`engine: torch` and `torchtune` get PyTorch's public image and what else our stages import; the PyTorch of a base
 stays as it is, since vendors build theirs for their GPUs and networks. `megatron` and `nemo` get the vendor's own image
 and nothing of ours: their stages that run our code have the cluster's `image`. A fabric adds its user-space libraries,
 except on GKE, where its plug-in is mounted from the node.

@@ -46,7 +46,7 @@ class TrainingFacts:
     groups: Sequence[ParameterGroup] = ()
     """Those of the optimizer: what they freeze has no weight gradients."""
     reference: bool = False
-    """A reference model runs forward besides (DPO)."""
+    """A reference model runs its forward pass too (DPO)."""
     recompute: str | None = None
     engine: str | None = None
     first_step: int = 1

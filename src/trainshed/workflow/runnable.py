@@ -427,7 +427,7 @@ def _mounts(cluster: Cluster, recipe: Recipe, *, writable: bool) -> list[str] | 
     if registered or cluster.target == "ray" or (cluster.target == "slurm" and cluster.on_slurm.container == "none"):
         return None
     volumes = [volume.mount for volume in cluster.volumes if not (writable and volume.read_only)]
-    # Pyxis is told to mount the store besides.
+    # Our scripts have Pyxis mount the store too.
     store = [recipe.store or cluster.store or ""] if cluster.target == "slurm" else []
     return [posixpath.normpath(mount) for mount in (*store, *volumes) if mount]
 

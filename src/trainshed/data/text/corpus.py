@@ -103,7 +103,7 @@ def find_inputs(
 def _refuse_unread(
     inputs: Sequence[InputSlice], key: str, documents: DocumentBoundary, columns: tuple[str, ...] | None
 ) -> None:
-    """Refuse what is said about the documents and nothing reads: no file is of a format that has it."""
+    """Refuse settings that no file reads, because none is in a format that has them."""
     kinds = sorted({item.format.kind for item in inputs})
     if not kinds:
         return

@@ -94,7 +94,7 @@ def actor_options(bundle: dict[str, float]) -> dict[str, Any]:
 
 
 def node_prologue(context: RayJobContext, stage: Stage) -> tuple[str, ...]:
-    """What a node runs first: the site's lines, and what its fabric needs besides; pods have that already."""
+    """What a node runs first: the site's lines, then those of its fabric; pods have the latter already."""
     cluster, site_setup = context.cluster, context.site_setup
     if cluster.target != "ray":
         return site_setup

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TQDM_DISABLE", "1")  # progress is told by our reporter; tqdm reads this when it is imported
+os.environ.setdefault("TQDM_DISABLE", "1")  # our reporter shows the progress; tqdm reads this when it is imported
 
 import numpy as np
 import orjson
