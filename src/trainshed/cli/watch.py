@@ -147,7 +147,7 @@ class RunWatcher:
         return lines
 
     def wait(self, seconds: float) -> None:
-        """Wait until something is new, but at most so long."""
+        """Wait until something is new, at most `seconds`."""
         self._changed.wait(seconds)
         self._changed.clear()
 

@@ -36,7 +36,7 @@ from trainshed.storage.attempts import newest_attempt_record
 from trainshed.storage.locks import LockHolder
 
 SILENT_SECONDS = 300.0
-"""A run elsewhere that has written no event for so long is not called running."""
+"""A run on another machine that has written no event for this long is not called running."""
 NEWEST_SEGMENTS = 64
 """Segments of events in a bucket that are read to say how a run stands: half an hour of them."""
 

@@ -68,7 +68,7 @@ class PackedDocuments:
 
 
 def document_slots(length: int) -> int:
-    """Return how many documents a row of so many tokens is given room for: an even number that no row exceeds.
+    """Return the most documents that a row of `length` tokens gets room for: an even number that no row exceeds.
 
     It depends on nothing but the length, so shapes stay the same from batch to batch.
     """

@@ -98,7 +98,7 @@ def is_mounted_bucket(path: Path, mounts: str | None = None) -> bool:
 class LocalSegmentWriter:
     """Segments on a disk: every line is in the file before `append` returns, so others can follow it.
 
-    With `close_seconds` a segment is also closed by the first line that comes so long after it was begun.
+    With `close_seconds` a segment is also closed by the first line that comes that long after it was begun.
     """
 
     def __init__(self, folder: Path, on_recovery: Callable[[str], None], close_seconds: float | None = None) -> None:
@@ -411,7 +411,7 @@ class BucketEventFollower:
     """Follows the events of a run in a bucket: one listing in `list_seconds` at most, and one get per new segment.
 
     A listing begins at the newest segment that is known, so it is one request however long the run is. An attempt that
-    was overtaken is not listed again. With `newest_segments` the first poll reads only so many segments, the first one
+    was overtaken is not listed again. With `newest_segments` the first poll reads only that many, the first segment
     of each attempt, and what belongs to no attempt: a month of segments is too much for a look.
     """
 

@@ -380,7 +380,7 @@ def _node_count(recipe: Recipe, cluster: Cluster, nodes: int | None) -> tuple[in
 
 
 def check_node_count(cluster: Cluster, nodes: int, where: str) -> None:
-    """Raise where a cluster does not have so many nodes; `where` says who asked."""
+    """Raise where a cluster has fewer than `nodes` nodes; `where` says who asked."""
     if nodes < 1:
         raise InputError(f"{nodes} nodes", where=where, hint="write 1 or more")
     if cluster.nodes.max is not None and nodes > cluster.nodes.max:

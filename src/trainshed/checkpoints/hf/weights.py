@@ -49,7 +49,7 @@ class Mxfp4Entry(SafetensorsEntry):
 class Float8Entry(SafetensorsEntry):
     """A matrix in E4M3 with a scale for each row (compressed-tensors) or block, as if it were stored in float32.
 
-    `start` and `end` are those of the values. A block has so many rows and columns: `block`; None is a whole row.
+    `start` and `end` are those of the values. `block` is the rows and columns of a block; None: each row has a scale.
     """
 
     scales: SafetensorsEntry

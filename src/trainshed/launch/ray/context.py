@@ -86,7 +86,7 @@ def locate(references: Sequence[Any], stage: Stage) -> list[ActorLocation]:
 
 
 def actor_options(bundle: dict[str, float]) -> dict[str, Any]:
-    """Return the options of an actor that takes so much."""
+    """Return the options of an actor that takes these resources."""
     options = {CPU: "num_cpus", GPU: "num_gpus", MEMORY: "memory"}
     known: dict[str, Any] = {options[name]: amount for name, amount in bundle.items() if name in options}
     others = {name: amount for name, amount in bundle.items() if name not in options}

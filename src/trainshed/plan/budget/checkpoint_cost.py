@@ -102,7 +102,7 @@ def checkpoint_cost(
     engine: str = "torch",
     averaged: bool = False,
 ) -> CheckpointCost:
-    """Return what a checkpoint of a model with so many weights costs; state is assumed to be evenly divided."""
+    """Return what a checkpoint of a model with `weights` weights costs; state is assumed to be evenly divided."""
     size = checkpoint_bytes(weights, engine, averaged=averaged)
     counts = writers_by_node(layout, hardware.gpus_per_node, engine)
     writers = sum(counts.values())
