@@ -283,7 +283,7 @@ def vocabulary_of_sizes(layers: int, hidden: int, heads: int, width: int, tokeni
 
 
 def is_of_family(tokenizer: str | None, preset: str) -> bool:
-    """Tell whether a tokenizer is called after the family of a preset: Llama-3.1-8B-Instruct and llama3.1-8b."""
+    """Whether a tokenizer is called after the family of a preset: Llama-3.1-8B-Instruct and llama3.1-8b."""
     return _plain(preset.partition("-")[0]) in _plain(tokenizer or "")
 
 

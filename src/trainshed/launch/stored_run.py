@@ -60,7 +60,7 @@ def local_path(store: Store) -> Path | None:
 
 
 def exists(store: Store) -> bool:
-    """Say whether the folder of a store is a run's: it was prepared or started, or it has events or checkpoints."""
+    """Whether the folder of a store is a run's: it was prepared or started, or it has events or checkpoints."""
     if store.head(RECIPE_FILE) is not None:
         return True
     return any(next(iter(store.list(part)), None) is not None for part in (ATTEMPTS, EVENTS, CHECKPOINTS))

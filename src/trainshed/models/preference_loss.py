@@ -228,7 +228,7 @@ def _sum_documents(values: torch.Tensor, documents: PackedDocuments) -> torch.Te
 
 
 def _complete_pairs(tokens: torch.Tensor) -> torch.Tensor:
-    """Return whether both documents of each pair have labels [P], from their numbers [N]."""
+    """Whether both documents of each pair have labels [P], from their numbers [N]."""
     return (tokens.view(-1, 2) > 0).all(1)
 
 

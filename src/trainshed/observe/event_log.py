@@ -80,7 +80,7 @@ def open_segment_writer(
 
 
 def is_mounted_bucket(path: Path, mounts: str | None = None) -> bool:
-    """Say whether a path is on a FUSE mount, which is how GCS FUSE, BlobFuse and Mountpoint for S3 show a bucket.
+    """Whether a path is on a FUSE mount, which is how GCS FUSE, BlobFuse and Mountpoint for S3 show a bucket.
 
     `mounts` is the text of /proc/self/mounts (man 5 proc).
     """

@@ -368,7 +368,7 @@ def _stages(recipe: Recipe, cluster: Cluster, planned: PlannedRun, engine: Engin
 
 
 def copies_while_training(cluster: Cluster) -> bool:
-    """Say whether a foreign engine's checkpoints get to a bucket while it trains, and not only after it.
+    """Whether a foreign engine's checkpoints get to a bucket while it trains, and not only after it.
 
     The pods of a TrainJob are made by its runtime, and a job of Slurm has the engine's container only.
     """

@@ -70,7 +70,7 @@ class EvaluationReport:
         return "; ".join(parts)
 
     def gate_text(self) -> str | None:
-        """Say whether the gate is passed; None where there is none."""
+        """Say whether the gate is passed; None where there is no gate."""
         if self.at_least is None or self.question_score is None:
             return None
         verb = "passed" if self.passed else "NOT passed"

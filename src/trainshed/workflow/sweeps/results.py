@@ -66,7 +66,7 @@ class RunFigures:
 
 
 def is_finished(store: Store, recipe: Recipe, steps: int | None) -> bool:
-    """Say whether a run is done as this recipe asks: all its steps, and its export where there is one."""
+    """Whether a run is done as this recipe asks: all its steps, and its export where there is one."""
     if not exists(store):
         return False
     status = stored_run_status(store, steps)

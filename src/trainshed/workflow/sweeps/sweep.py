@@ -314,7 +314,7 @@ class SweepRunner(Protocol):
         ...
 
     def is_prepared(self, point: SweepPoint) -> bool:
-        """Say whether a run has all that others may share with it."""
+        """Whether a run has all that others may share with it."""
         ...
 
     def stop(self, points: Sequence[SweepPoint]) -> None:
