@@ -511,7 +511,7 @@ def _layout_text(layout: LayoutLike | None) -> str | None:
 
 
 def _progress(reporter: Reporter | None, watch: WatchTraining | None) -> tuple[Reporter, WatchTraining]:
-    """Who is told of a training: those who are named, or the notebook that this process belongs to."""
+    """Return what shows a training: as the caller says, or the notebook that this process belongs to."""
     from trainshed.observe.notebook import NotebookProgress
     from trainshed.workflow.run import UNWATCHED
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 FIRST_NOTE_SECONDS = 5.0
@@ -36,11 +36,11 @@ class Reporter(Protocol):
     """Receives what the library has to say."""
 
     def note(self, text: str) -> None:
-        """Tell a choice that was made, and why."""
+        """Report a choice that was made, and why."""
         ...
 
     def warn(self, text: str) -> None:
-        """Tell something that is legal and probably not wanted."""
+        """Report something that is legal and probably not wanted."""
         ...
 
     def task(self, label: str, *, total: float | None, unit: str) -> AbstractContextManager[ProgressTask]:
@@ -70,8 +70,24 @@ class _Silent:
 SILENT: Reporter = _Silent()
 
 
+@contextmanager
+def quiet_loggers(*names: str) -> Iterator[None]:
+    """Let only errors of these loggers through: libraries write notes of their own between ours."""
+    import logging
+
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
 class waiting:
-    """Wait for somebody else in here: `what` is an address as it may be shown.
+    """Wait for a server or another process inside this context: `what` is an address as it may be shown.
 
     `detail` may be set under way (which attempt it is, and why there are several).
     """

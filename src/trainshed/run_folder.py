@@ -134,7 +134,7 @@ def runs_in(store: Path, pattern: str = "*/*") -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Say whether a folder is a run's: it was started here, or it has attempts, checkpoints or events."""
+    """Whether a folder is a run's: it was started here, or it has attempts, checkpoints or events."""
     parts = (RECIPE_FILE, ATTEMPTS, CHECKPOINTS, MEGATRON_CHECKPOINTS, EVENTS)
     return any((folder / part).exists() for part in parts)
 

@@ -228,7 +228,7 @@ def _file_damage(file: Path) -> str | None:
 
 
 def _checksums_hold(file: Path, start: int, length: int) -> bool:
-    """Say whether everything in a file of torch.save, or in one inside a larger file, has its checksum."""
+    """Whether everything in a file of torch.save, or in one inside a larger file, has its checksum."""
     try:
         with open_zip_window(file, start, length) as archive:
             return archive.testzip() is None

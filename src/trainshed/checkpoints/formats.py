@@ -232,7 +232,7 @@ def open_weights(
 
 
 def is_adapter_alone(folder: Path) -> bool:
-    """Tell whether a folder with a model's config holds an adapter to it, and no weights: torchtune saves so."""
+    """Whether a folder with a model's config holds an adapter to it, and no weights: torchtune saves so."""
     return (folder / ADAPTER_CONFIG).is_file() and not any((folder / name).is_file() for name in (WEIGHTS, INDEX))
 
 

@@ -182,7 +182,7 @@ class HashedFile:
 
 
 def run_in_threads(jobs: Iterable[Callable[[], None]], threads: int) -> None:
-    """Run jobs in so many threads, in about their order; the first failure ends all."""
+    """Run jobs in `threads` threads, in about their order; the first failure ends all."""
     if threads == 1:
         for job in jobs:
             job()

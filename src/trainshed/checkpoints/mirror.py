@@ -207,7 +207,7 @@ def _upload(
 
 
 def _is_still(run: Path, checkpoint: ForeignCheckpoint) -> bool:
-    """Say whether a checkpoint is there as it was; a removal takes first what makes it complete."""
+    """Whether a checkpoint is there as it was; a removal takes first what makes it complete."""
     listing = list_foreign(run)
     rows = () if listing is None else listing.checkpoints
     return any((row.path, row.bytes, row.complete) == (checkpoint.path, checkpoint.bytes, True) for row in rows)

@@ -242,7 +242,7 @@ def crc32_combine(parts: Iterable[tuple[int, int]]) -> int:
 
 @cache
 def _shift(length: int) -> int:
-    """Return x to the power of 8 · `length`, modulo the polynomial: the effect of so many bytes after a checksum."""
+    """Return x to the power of 8 · `length`, modulo the polynomial: the effect of `length` bytes after a checksum."""
     power, square = _ONE, _ONE >> 8
     while length:
         if length & 1:

@@ -148,7 +148,7 @@ def run_cli(arguments: Sequence[str]) -> int:
     except Exception as error:
         if _is_broken_pipe(error) and _reader_left():
             return 0
-        return _fail(_of_windows(error) or _of_the_system(error) or _fault(error), tokens, debug)
+        return _fail(_windows_error(error) or _system_error(error) or _internal_error(error), tokens, debug)
     return result if isinstance(result, int) else 0
 
 
@@ -222,7 +222,7 @@ def wants_json(tokens: Sequence[str]) -> bool:
     )
 
 
-def _of_windows(error: Exception) -> TrainshedError | None:
+def _windows_error(error: Exception) -> TrainshedError | None:
     """Say what Windows lacks; None for any other error, and on any other system."""
     from trainshed.this_machine import ON_WINDOWS, not_on_windows
 
@@ -234,7 +234,7 @@ def _of_windows(error: Exception) -> TrainshedError | None:
     )
 
 
-def _of_the_system(error: Exception) -> TrainshedError | None:
+def _system_error(error: Exception) -> TrainshedError | None:
     """Say what the operating system refused; None where the fault may be ours."""
     import errno
 
@@ -259,7 +259,8 @@ def _of_the_system(error: Exception) -> TrainshedError | None:
     return None
 
 
-def _fault(error: Exception) -> TrainshedError:
+def _internal_error(error: Exception) -> TrainshedError:
+    """Return the error of a plugin that failed, or of Trainshed itself."""
     from trainshed.plugins import fault_place
 
     if (place := fault_place(error)) is not None:

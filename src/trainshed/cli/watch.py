@@ -147,7 +147,7 @@ class RunWatcher:
         return lines
 
     def wait(self, seconds: float) -> None:
-        """Wait until something is new, but at most so long."""
+        """Wait until something is new, at most `seconds`."""
         self._changed.wait(seconds)
         self._changed.clear()
 
@@ -192,15 +192,15 @@ class RunWatcher:
             self._changed.set()
 
     def _judge(self, progress: Any) -> RunAccount:
-        from trainshed.launch.stored_run import stand
+        from trainshed.launch.stored_run import judge_run
 
         account = RunAccount(self.known.run, self._place(), "unknown")
         state, scheduler_text = self._ask_scheduler()
         if self._store is not None:
-            stood = stand(self._store, progress, self._newest_attempt())
-            account = replace(account, state=stood.state, reason="" if state else stood.reason)
-            if stood.holder is not None:  # it is worked on here, whatever was submitted
-                return replace(account, reason=stood.reason)
+            status = judge_run(self._store, progress, self._newest_attempt())
+            account = replace(account, state=status.state, reason="" if state else status.reason)
+            if status.holder is not None:  # it is worked on here, whatever was submitted
+                return replace(account, reason=status.reason)
         return replace(account, state=state or account.state, scheduler=scheduler_text)
 
     def _newest_attempt(self) -> dict[str, Any] | None:

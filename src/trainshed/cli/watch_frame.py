@@ -98,7 +98,7 @@ class Frame:
         self.account, self.snapshot, self.glyphs, self.height = account, snapshot, glyphs, height
 
     def lines(self, width: int) -> list[Text]:
-        """Draw it in so many columns; the last events take what is left of the height."""
+        """Draw it `width` columns wide; the last events take what is left of the height."""
         width = max(width, _FEWEST_COLUMNS)
         figures = [*self._head(width), *self._losses(width), *self._figures()]
         room = 12 if self.height is None else max(0, self.height - len(figures) - 1)

@@ -123,7 +123,7 @@ class ConfigImport:
     """The settings of one configuration, and what has become of them so far."""
 
     gpus: int | None = None
-    """How many the run had, where the file does not say it and somebody else does."""
+    """How many the run had, where the caller says it because the file does not."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ def vocabulary_of_sizes(layers: int, hidden: int, heads: int, width: int, tokeni
 
 
 def is_of_family(tokenizer: str | None, preset: str) -> bool:
-    """Tell whether a tokenizer is called after the family of a preset: Llama-3.1-8B-Instruct and llama3.1-8b."""
+    """Whether a tokenizer is called after the family of a preset: Llama-3.1-8B-Instruct and llama3.1-8b."""
     return _plain(preset.partition("-")[0]) in _plain(tokenizer or "")
 
 

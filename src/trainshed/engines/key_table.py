@@ -209,7 +209,7 @@ COMMON_UNSAID: Mapping[str, str] = {
     **dict.fromkeys(("engine.image", "engine.program"), "the job says it"),
     **dict.fromkeys(("elastic", "export", "eval", "serve", "store", "resources"), "the engine has no part in it"),
 }
-"""Keys of a recipe that no foreign engine is told, and why."""
+"""Keys of a recipe that no foreign engine's configuration gets, and why."""
 PRETRAINING_UNSAID: Mapping[str, str] = {
     **COMMON_UNSAID,
     "model.preset": "the architecture is written out",
@@ -223,7 +223,7 @@ PRETRAINING_UNSAID: Mapping[str, str] = {
     "train.epochs": "the length of the run is written in steps",
     **dict.fromkeys(("train.mode", "train.lora", "layout.offload"), REFUSED),
 }
-"""What engines that pretrain on prepared tokens are not told, and why."""
+"""Further keys that engines which pretrain on prepared tokens do not get, and why."""
 
 
 def mirror_problems(recipe: Recipe, engine: str) -> Iterator[Problem]:

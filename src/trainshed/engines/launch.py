@@ -138,7 +138,7 @@ class EngineLaunch:
     """A command that the first node runs beside training, with the folder of the attempt's logs as its last word; and
     once more after it, with `--once`."""
     step_line: str | None = None
-    """What a line of its log looks like that tells of a step, for `grep -E`; None: its log does not tell."""
+    """A pattern for `grep -E` of the lines that report a step in its log; None: its log reports none."""
     last_checkpoint: tuple[str, str] | None = None
     """A file that says which checkpoint is the newest, and what it says once the run has its length; None: it has
     none. An engine that ends without an error before is not taken for one that has finished."""
@@ -342,7 +342,7 @@ export TORCH_NCCL_DEBUG_INFO_PIPE_FILE="${TORCH_NCCL_DEBUG_INFO_PIPE_FILE-${TMPD
 NETWORK_FILE = "network.json"
 """A file of the job that says what NCCL's logs must show (`observe/nccl_log.py`)."""
 
-# Whoever sets one of them wants to read NCCL's log, and where: it is left so, and nothing is told of the network then.
+# If one of them is set, somebody wants to read NCCL's log elsewhere: it stays so, and the network is not checked.
 _NCCL_LOG = """\
 nccl=
 if [[ -f {network} && -z ${{NCCL_DEBUG:-}}${{NCCL_DEBUG_FILE:-}} ]]; then

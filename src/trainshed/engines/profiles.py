@@ -15,7 +15,7 @@ from trainshed.recipe.section import Problem
 
 
 def profiles(task: EngineTask) -> bool:
-    """Tell whether a task profiles some steps."""
+    """Whether a task profiles some steps."""
     return task.recipe.observe.profile is not None
 
 

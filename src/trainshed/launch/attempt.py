@@ -202,21 +202,31 @@ def follow_lines(file: Path, is_running: Callable[[], bool] | None = None) -> It
 
 
 def stored_log_lines(store: Store, path: str, is_running: Callable[[], bool] | None = None) -> Iterator[str]:
-    """Yield the lines of a log in a bucket; while `is_running` says so, also those that are added."""
+    """Return the lines of a log in a bucket; while `is_running` says so, also those that are added."""
+
+    def read_from(offset: int) -> bytes:
+        info = store.head(path)
+        return b"" if info is None or info.size <= offset else store.read(path, offset)
+
+    return growing_lines(read_from, lambda: is_running is not None and is_running(), _BUCKET_POLL_SECONDS)
+
+
+def growing_lines(
+    read_from: Callable[[int], bytes], keeps_growing: Callable[[], bool], poll_seconds: float
+) -> Iterator[str]:
+    """Yield the lines of a log until it no longer grows; `read_from` returns its bytes from an offset on."""
     offset, partial_line = 0, b""
     while True:
         # Asked before reading, so that what was written before the end is still read.
-        keeps_growing = is_running is not None and is_running()
-        info = store.head(path)
-        if info is not None and info.size > offset:
-            new = store.read(path, offset)
-            offset += len(new)
-            *lines, partial_line = (partial_line + new).split(b"\n")
-            for line in lines:
-                yield line.decode(errors="replace") + "\n"
-        if not keeps_growing:
+        grows = keeps_growing()
+        new = read_from(offset)
+        offset += len(new)
+        *lines, partial_line = (partial_line + new).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace") + "\n"
+        if not grows:
             break
-        time.sleep(_BUCKET_POLL_SECONDS)
+        time.sleep(poll_seconds)
     if partial_line:
         yield partial_line.decode(errors="replace")
 

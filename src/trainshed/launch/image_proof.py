@@ -103,7 +103,7 @@ def _arguments(launch: EngineLaunch) -> list[str]:
 
 
 def _has_image(cluster: Cluster) -> bool:
-    """Tell whether stages run in an image; otherwise libraries are those of whichever node a stage runs on."""
+    """Whether stages run in an image; otherwise libraries are those of whichever node a stage runs on."""
     return cluster.target != "slurm" or cluster.on_slurm.container != "none"
 
 

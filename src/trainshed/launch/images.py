@@ -1,6 +1,6 @@
 """The images and Python environments that jobs run in, written from pinned parts (`images.yaml`) and built.
 
-`engine: torch` and `torchtune` get PyTorch's public image with what our stages import besides; the PyTorch of a base
+`engine: torch` and `torchtune` get PyTorch's public image and what else our stages import; the PyTorch of a base
 stays as it is, since vendors build theirs for their GPUs and networks. `megatron` and `nemo` get the vendor's own image
 and nothing of ours: their stages that run our code have the cluster's `image`. A fabric adds its user-space libraries,
 except on GKE, where its plug-in is mounted from the node.
@@ -111,7 +111,7 @@ class ImageRequest:
 
     @property
     def packages(self) -> list[str]:
-        """What pip installs, PyTorch left out: of ours, of the engine, and Ray."""
+        """What pip installs, besides PyTorch: what our stages and the engine import, and Ray."""
         parts = _parts()
         ours = [_pinned(line) for line in node_requirements() if not line.startswith("torch")]
         wanted: list[str] = []
@@ -330,7 +330,7 @@ def _is_usable(tool: BuildTool) -> bool:
         return Path(_KANIKO).is_file()
     if shutil.which(tool) is None:
         return False
-    # Docker's program is nothing without its daemon.
+    # Docker's client needs a running daemon.
     return tool != "docker" or subprocess.run([tool, "info"], capture_output=True, check=False).returncode == 0
 
 

@@ -76,33 +76,7 @@ def train_locally(
     store = LocalStore(run_folder)
     attempt = take_attempt(store, "").number
     write_plan(store, attempt, layout, reasons, calibration, predicted)
-    follower = EventFollower(run_folder)
-    # Skips what earlier attempts wrote.
-    follower.poll()
-    folder_watcher = RunFolderWatcher(run_folder)
-    done_steps = saved_step = None
-
-    def follow() -> None:
-        nonlocal done_steps, saved_step
-        folder_watcher.check()
-        for event in follower.poll():
-            if event["attempt"] != attempt:  # of a start on another machine
-                continue
-            kind = event["kind"]
-            if kind == "step":
-                done_steps = event["step"] + 1
-            elif kind == "resume":
-                done_steps = saved_step = event["step"]
-            elif kind == "checkpoint" and event["phase"] == "committed":
-                saved_step = event["step"]
-            on_event(event)
-
-    def report_stop_request(signum: int, again: bool) -> None:
-        follow()
-        request_text = CTRL_C if signum == signal.SIGINT else signal.Signals(signum).name
-        text = format_stop_request(request_text, attempt, done_steps, saved_step, repeated=again)
-        on_event({"kind": "note", "text": text})
-
+    follower = _AttemptFollower(run_folder, attempt, on_event)
     with watch_devices_here(store, attempt, layout.world_size, socket.gethostname()):
         result = run_ranks(
             rank_command(run_folder, attempt, worker_arguments),
@@ -115,12 +89,11 @@ def train_locally(
             },
             grace_seconds=grace_seconds,
             failure_grace_seconds=failure_grace_seconds,
-            on_poll=follow,
-            on_stop_request=report_stop_request,
+            on_poll=follower.poll,
+            on_stop_request=follower.report_stop_request,
             on_stopped=partial(emit_stall, store, attempt),
         )
-    folder_watcher.check(at_once=True)
-    follow()
+    follower.poll(at_once=True)
     if result.killed_on_request:
         # The ranks had no time to write it.
         with EventWriter(store, "", attempt=attempt, rank=None) as events:
@@ -129,6 +102,39 @@ def train_locally(
         failed = [failure.rank for failure in result.failed]
         raise explain_failure(run_folder, attempt, layout.world_size, rank_ends=result.ends, failed_ranks=failed)
     return LocalTrainingResult(attempt, result.exit_code)
+
+
+class _AttemptFollower:
+    """Passes the events of an attempt on, and knows how far it has come when somebody asks it to stop."""
+
+    def __init__(self, run_folder: Path, attempt: int, on_event: Callable[[dict[str, Any]], None]) -> None:
+        self._events, self._folder = EventFollower(run_folder), RunFolderWatcher(run_folder)
+        self._attempt, self._on_event = attempt, on_event
+        self._done_steps: int | None = None
+        self._saved_step: int | None = None
+        self._events.poll()  # skips what earlier attempts wrote
+
+    def poll(self, *, at_once: bool = False) -> None:
+        """Pass on the events since the last call; raises if the run's folder is gone."""
+        self._folder.check(at_once=at_once)
+        for event in self._events.poll():
+            if event["attempt"] != self._attempt:  # of a start on another machine
+                continue
+            kind = event["kind"]
+            if kind == "step":
+                self._done_steps = event["step"] + 1
+            elif kind == "resume":
+                self._done_steps = self._saved_step = event["step"]
+            elif kind == "checkpoint" and event["phase"] == "committed":
+                self._saved_step = event["step"]
+            self._on_event(event)
+
+    def report_stop_request(self, signum: int, again: bool) -> None:
+        """Say what a request to stop saves, or that a second one kills."""
+        self.poll()
+        request_text = CTRL_C if signum == signal.SIGINT else signal.Signals(signum).name
+        text = format_stop_request(request_text, self._attempt, self._done_steps, self._saved_step, repeated=again)
+        self._on_event({"kind": "note", "text": text})
 
 
 def _was_asked_to_stop(result: RanksResult) -> bool:

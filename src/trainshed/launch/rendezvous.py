@@ -141,7 +141,7 @@ class AgentTimeouts:
     look_seconds: float = 2.0
     """Between two looks at what others have written."""
     lost_seconds: float = 150.0
-    """A node without a heartbeat for so long is lost."""
+    """A node that sends no heartbeat for this long is lost."""
     roll_call_seconds: float = 20.0
     """The same once ranks have ended somewhere: all agents then send a heartbeat with every look."""
     meet_seconds: float = 600.0
@@ -376,7 +376,7 @@ class HeartbeatMonitor:
         self._began = time.monotonic()
 
     def silent_slots(self, slots: tuple[int, ...], seconds: float) -> list[int]:
-        """Return the slots that have sent no heartbeat for so long."""
+        """Return the slots that have sent no heartbeat for this long."""
         now = time.monotonic()
         for slot, heartbeat in self._rendezvous.heartbeats(slots).items():
             if slot not in self._seen or self._seen[slot][0] != heartbeat.count:
@@ -495,7 +495,7 @@ class KeyValueClient:
         self._request({"put": key, "value": value})
 
     def get(self, keys: Iterable[str], seconds: float) -> dict[str, Any]:
-        """Wait until all keys are set, at most so long; return those that are."""
+        """Wait until all keys are set, at most `seconds`; return those that are."""
         return self._request({"get": list(keys), "seconds": seconds}, seconds)["values"]
 
     def put_and_get(self, key: str, value: Any, keys: Iterable[str], seconds: float) -> dict[str, Any]:

@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from trainshed.data.prompts import read_answers
-from trainshed.errors import TrainshedError
-from trainshed.plugins import plugins_not_run
-from trainshed.recipe import load_recipe
-from trainshed.recipe.phase_spans import written_steps
+from trainshed.launch.stored_run import planned_steps
 from trainshed.reporting import SILENT, Reporter
-from trainshed.run_folder import EVENTS, PREPARED_FILE, RECIPE_FILE, read_prepared
+from trainshed.run_folder import EVENTS
 from trainshed.storage import LocalStore
 
 
@@ -22,16 +19,9 @@ def report_run(run_folder: Path, reporter: Reporter = SILENT) -> Path | None:
     if not (run_folder / EVENTS).is_dir():
         return None
 
+    store = LocalStore(run_folder)
+
     def answers() -> list[dict[str, Any]]:
-        return [{"step": step.step, "answers": step.answers} for step in read_answers(LocalStore(run_folder), "")]
+        return [{"step": step.step, "answers": step.answers} for step in read_answers(store, "")]
 
-    return write_report(run_folder, steps=lambda: _planned_steps(run_folder), answers=answers, reporter=reporter)
-
-
-def _planned_steps(run_folder: Path) -> int | None:
-    try:
-        with plugins_not_run():
-            steps = written_steps(load_recipe(str(run_folder / RECIPE_FILE)))
-        return steps or read_prepared((run_folder / PREPARED_FILE).read_bytes(), run_folder).get("steps")
-    except (TrainshedError, OSError, ValueError):
-        return None
+    return write_report(run_folder, steps=lambda: planned_steps(store), answers=answers, reporter=reporter)

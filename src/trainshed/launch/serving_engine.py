@@ -39,7 +39,7 @@ class ServingEngine(ABC):
         """
 
     def job_files(self) -> dict[str, str]:
-        """Return files that a job needs besides, by name; the folders they are in are on PYTHONPATH."""
+        """Return further files that a job needs, by name; the folders they are in are on PYTHONPATH."""
         return {}
 
     def job_arguments(self) -> list[str]:

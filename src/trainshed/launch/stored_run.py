@@ -36,7 +36,7 @@ from trainshed.storage.attempts import newest_attempt_record
 from trainshed.storage.locks import LockHolder
 
 SILENT_SECONDS = 300.0
-"""A run elsewhere that has written no event for so long is not called running."""
+"""A run on another machine that has written no event for this long is not called running."""
 NEWEST_SEGMENTS = 64
 """Segments of events in a bucket that are read to say how a run stands: half an hour of them."""
 
@@ -60,7 +60,7 @@ def local_path(store: Store) -> Path | None:
 
 
 def exists(store: Store) -> bool:
-    """Say whether the folder of a store is a run's: it was prepared or started, or it has events or checkpoints."""
+    """Whether the folder of a store is a run's: it was prepared or started, or it has events or checkpoints."""
     if store.head(RECIPE_FILE) is not None:
         return True
     return any(next(iter(store.list(part)), None) is not None for part in (ATTEMPTS, EVENTS, CHECKPOINTS))
@@ -70,11 +70,11 @@ def stored_run_status(store: Store, steps: int | None = None) -> StoredRunStatus
     """Return the status of the run in the folder of a store; `steps` is how many it is to have."""
     newest = newest_attempt_record(store, "")
     segments = None if local_path(store) is not None else NEWEST_SEGMENTS
-    return stand(store, read_run_status(store, "", steps, newest_segments=segments), newest)
+    return judge_run(store, read_run_status(store, "", steps, newest_segments=segments), newest)
 
 
-def stand(store: Store, progress: RunStatus, newest: dict[str, Any] | None) -> StoredRunStatus:
-    """Judge how a run stands by what its events say and by who took its newest attempt."""
+def judge_run(store: Store, progress: RunStatus, newest: dict[str, Any] | None) -> StoredRunStatus:
+    """Return the status of a run by its `progress` and by the record of its `newest` attempt."""
     folder = local_path(store)
     holder = run_holder(folder) if folder is not None else None
     if folder is not None and holder is not None:
@@ -147,11 +147,15 @@ def _elsewhere(progress: RunStatus, what: str) -> StoredRunStatus:
 def planned_steps(store: Store, recipe: Recipe | None = None) -> int | None:
     """Return how many steps a run is to have, by its own files; None where they do not say."""
     recipe = recipe or read_run_recipe(store, "")
-    if recipe is not None and (steps := written_steps(recipe)) is not None:
-        return steps
+    steps = written_steps(recipe) if recipe is not None else None
+    return steps if steps is not None else prepared_length(store)
+
+
+def prepared_length(store: Store) -> int | None:
+    """Return the steps that preparing a run has counted; None where it is not prepared."""
     try:
         return read_prepared(store.read(PREPARED_FILE), store.url).get("steps")
-    except (NotFound, CorruptData):  # tokens or epochs, and it is not prepared
+    except (NotFound, CorruptData):
         return None
 
 

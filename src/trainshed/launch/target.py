@@ -124,7 +124,7 @@ def target_of(cluster: Cluster) -> Target:
 
 
 def refuse_local_target(cluster: Cluster) -> Target:
-    """Raise what `local` is in place of a scheduler."""
+    """Raise the error for `local`, which has no scheduler; it stands in the table of targets."""
     raise InputError(
         "there is no scheduler on this machine to submit to",
         where=cluster.where("target"),

@@ -69,7 +69,7 @@ class AttentionRule:
         return self.window, self.chunk
 
     def is_plain(self, keys: int) -> bool:
-        """Whether a query sees all of so many keys that are not after it, by scores that are only scaled."""
+        """Whether a query sees all of up to `keys` keys before it, and its scores are only scaled."""
         bounded = any(limit is not None and limit < keys for limit in self.span)
         return not bounded and not self.needs_scores
 
@@ -347,7 +347,7 @@ def context_parallel_positions(length: int, cp_size: int, cp_rank: int) -> torch
 
 
 def is_stretched(config: ModelConfig, length: int) -> bool:
-    """Whether a text of so many tokens has other rotary frequencies than shorter ones, in all of its positions."""
+    """Whether a text of `length` tokens has other rotary frequencies than shorter ones, at all of its positions."""
     scaling = None if config.rope is None else config.rope.scaling
     if scaling is None or scaling.kind != "longrope":
         return False
@@ -403,7 +403,7 @@ def _yarn_frequencies(frequencies: torch.Tensor, base: float, scaling: RopeScali
     width = 2 * len(frequencies)
 
     def channel(turns: float) -> float:
-        """Return the channel that makes so many turns within the original context."""
+        """Return the channel that makes `turns` turns within the original context."""
         return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     first, last = channel(scaling.beta_fast or 32.0), channel(scaling.beta_slow or 1.0)
@@ -462,7 +462,7 @@ def query_scales(config: ModelConfig, positions: torch.Tensor) -> torch.Tensor |
 def apply_rotary(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Rotate heads [S, B, heads, D] by their positions; cosine and sine are [S, 1, 1, D] or [S, B, 1, D].
 
-    Where these are narrower than a head, only so many of its first channels are turned.
+    Where these are narrower than a head, only the first channels of the head are turned.
     """
     if (width := cosine.shape[-1]) < x.shape[-1]:
         return torch.cat([apply_rotary(x[..., :width], cosine, sine), x[..., width:]], dim=-1)

@@ -74,7 +74,7 @@ class CachedDecoder:
         self._tables = decoder.generation_tables()
 
     def table_rows(self, positions: Sequence[int], longest: int) -> list[int]:
-        """Return where the tables have these positions of a sequence that may become so many tokens long."""
+        """Return the rows of the tables for positions of a sequence that may become `longest` tokens long."""
         first = self.config.max_positions if is_stretched(self.config, longest) else 0
         return [first + position for position in positions]
 

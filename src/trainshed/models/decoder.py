@@ -78,7 +78,7 @@ class Regularization:
     preference: PreferenceRule | None = None
     """How pairs of documents are compared, in place of the cross-entropy of tokens."""
     source_slots: int = 0
-    """How many sources of samples the loss is told apart by; 0: it is not."""
+    """How many sources of samples get a loss of their own; 0: the loss is not split by source."""
 
     @property
     def output_terms(self) -> tuple[str, ...]:

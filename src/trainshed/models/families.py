@@ -64,7 +64,7 @@ class HfFamily:
     """How transformers stretches positions if the config says nothing of it, in its own words."""
     window_style: WindowStyle = "none"
     full_attention_every: int = 1
-    """With `layer_types` left out, every so many layers one has no window."""
+    """With `layer_types` left out, one layer in this many has no window."""
     asks_window_layers: bool = True
     """Whether the first `max_window_layers` have no window, where windows are switched."""
     unread: frozenset[str] = frozenset()

@@ -105,7 +105,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, groups: GroupSizes) ->
 
 
 class Router(Linear):
-    """The router's weight and its own bias, and the bias that its choice has besides."""
+    """The router's weight and its own bias, and the bias that is added to scores for the choice alone."""
 
     score_bias: torch.Tensor | None
 

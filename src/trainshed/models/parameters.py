@@ -6,7 +6,7 @@ fresh weights. Rows are ordered so that every split is a plain cut:
 - `qkv`: for each key/value group its query heads, its key head, its value head (Megatron's order);
 - `gate_up`: rows alternate, gate 0, up 0, gate 1, up 1, …;
 - `experts.*`: all experts of a layer stacked on dim 0, those of biases too (`gate_up_bias`, `down_bias`);
-- layers for multi-token prediction follow the last one: they are as the others, and have `mtp.*` besides;
+- layers for multi-token prediction follow the last one: they are like the others, and also have `mtp.*`;
 - latent attention (`mla`): `q_up` and `kv_up` head by head, of a head first what has no position, then its rotary part
   (`q_up`) or its value (`kv_up`); `kv_down` first what keys and values are computed from, then the shared rotary key.
 

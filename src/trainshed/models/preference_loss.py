@@ -68,7 +68,7 @@ class PackedDocuments:
 
 
 def document_slots(length: int) -> int:
-    """Return how many documents a row of so many tokens is given room for: an even number that no row exceeds.
+    """Return the most documents that a row of `length` tokens gets room for: an even number that no row exceeds.
 
     It depends on nothing but the length, so shapes stay the same from batch to batch.
     """
@@ -228,7 +228,7 @@ def _sum_documents(values: torch.Tensor, documents: PackedDocuments) -> torch.Te
 
 
 def _complete_pairs(tokens: torch.Tensor) -> torch.Tensor:
-    """Return whether both documents of each pair have labels [P], from their numbers [N]."""
+    """Whether both documents of each pair have labels [P], from their numbers [N]."""
     return (tokens.view(-1, 2) > 0).all(1)
 
 

@@ -14,23 +14,23 @@ from typing import Any, Literal
 from trainshed.observe.health import format_ranks
 
 SPIKE_SIGMAS = 6.0
-"""A loss that is so many standard deviations above the mean of the steps before it is a spike."""
+"""A loss is a spike if it is this many standard deviations above the mean of the steps before it."""
 SPIKE_FRACTION = 0.05
-"""A smaller jump than this part of the mean is none, however even the losses before it were."""
+"""A jump smaller than this fraction of the mean is not a spike, however even the losses before it were."""
 SPIKE_WINDOW = 100
 _SPIKE_MIN_STEPS = 30
 _SPIKE_QUIET_STEPS = 50
 
 DIVERGENCE_WINDOW = 100
-"""Over so many steps the mean loss is taken that is compared with the best such mean."""
+"""The mean loss over this many steps is compared with the best such mean of the run."""
 DIVERGENCE_FRACTION = 0.1
-"""So far above the best mean, as a part of it, a run counts as diverging."""
+"""A run diverges if its mean loss is above the best one by this fraction of it."""
 _DIVERGENCE_ERRORS = 6.0
-"""And so many standard errors of the mean: the losses of small batches, or near zero, differ by more than a part."""
+"""It must also be this many standard errors above: losses of small batches, or near zero, vary by more than that."""
 _DIVERGENCE_QUIET_STEPS = 500
 
 SLOWER = 1.25
-"""A rank that computes so many times as long as the median of the other ranks of its pipeline stage is slow.
+"""A rank is slow if it computes this many times as long as the median of the other ranks of its pipeline stage.
 
 Routing to experts and the documents of a batch make even ranks differ by some percent, in single steps by more.
 """
@@ -130,7 +130,7 @@ class LossWatcher:
             yield from self._once("divergence", step, _DIVERGENCE_QUIET_STEPS, what)
 
     def _spike(self, loss: float) -> str | None:
-        """Return what is to be said of a spike. Its loss does not widen the window, unless it has come to stay."""
+        """Return the alarm for a spike. Its loss does not enter the window, unless the losses stay that high."""
         if len(self._before) >= _SPIKE_MIN_STEPS:
             steps, mean = len(self._before), sum(self._before) / len(self._before)
             sigma = _standard_error(self._before, mean) * steps**0.5

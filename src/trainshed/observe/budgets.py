@@ -24,7 +24,7 @@ DEFAULT_BUDGET_SECONDS: Mapping[str, float] = {
 """Budgets of phases that the recipe says nothing about."""
 
 STEP_MULTIPLE = 10
-"""So many usual steps is the budget of a step, where that is more than its default."""
+"""The budget of a step in usual step times, where that is more than its default."""
 
 _USUAL_STEPS = 20
 

@@ -80,7 +80,7 @@ def open_segment_writer(
 
 
 def is_mounted_bucket(path: Path, mounts: str | None = None) -> bool:
-    """Say whether a path is on a FUSE mount, which is how GCS FUSE, BlobFuse and Mountpoint for S3 show a bucket.
+    """Whether a path is on a FUSE mount, which is how GCS FUSE, BlobFuse and Mountpoint for S3 show a bucket.
 
     `mounts` is the text of /proc/self/mounts (man 5 proc).
     """
@@ -98,7 +98,7 @@ def is_mounted_bucket(path: Path, mounts: str | None = None) -> bool:
 class LocalSegmentWriter:
     """Segments on a disk: every line is in the file before `append` returns, so others can follow it.
 
-    With `close_seconds` a segment is also closed by the first line that comes so long after it was begun.
+    With `close_seconds` a segment is also closed by the first line that comes that long after it was begun.
     """
 
     def __init__(self, folder: Path, on_recovery: Callable[[str], None], close_seconds: float | None = None) -> None:
@@ -303,7 +303,6 @@ class BucketSegmentWriter:
             return
 
 
-_RING = re.compile(r"rank-(\d{5,})\.jsonl")
 _SEGMENTS_PER_READ = 32
 """Segments of a bucket that are read at a time: a month of them is some 90,000."""
 
@@ -322,15 +321,6 @@ def read_events(store: Store, folder: str, *, attempt: int | None = None) -> Ite
             batch = names[first : first + _SEGMENTS_PER_READ]
             for name, content in zip(batch, pool.map(store.read, batch), strict=True):
                 yield from parse_events(content, join(store.url, name))
-
-
-def read_ring_dumps(store: Store, folder: str, *, attempt: int) -> dict[int, list[dict[str, Any]]]:
-    """Return the last events of the ranks that dumped them, by rank."""
-    rings: dict[int, list[dict[str, Any]]] = {}
-    for info in store.list(events_folder(folder, attempt)):
-        if match := _RING.fullmatch(info.path.rsplit("/", 1)[-1]):
-            rings[int(match[1])] = parse_events(store.read(info.path), join(store.url, info.path))
-    return rings
 
 
 def read_steps(store: Store, folder: str) -> list[dict[str, Any]]:
@@ -421,7 +411,7 @@ class BucketEventFollower:
     """Follows the events of a run in a bucket: one listing in `list_seconds` at most, and one get per new segment.
 
     A listing begins at the newest segment that is known, so it is one request however long the run is. An attempt that
-    was overtaken is not listed again. With `newest_segments` the first poll reads only so many segments, the first one
+    was overtaken is not listed again. With `newest_segments` the first poll reads only that many, the first segment
     of each attempt, and what belongs to no attempt: a month of segments is too much for a look.
     """
 

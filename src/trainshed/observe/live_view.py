@@ -124,7 +124,7 @@ class LiveSnapshot:
     checkpoint: CheckpointSummary
     stages: Sequence[StageRecord]
     stall: str | None
-    """What is said to hold the run up, until the next step."""
+    """The stall that was reported last; None again with the next step."""
     lines: Sequence[EventLine]
     """The last events, the newest last."""
 

@@ -46,7 +46,7 @@ class TrainingFacts:
     groups: Sequence[ParameterGroup] = ()
     """Those of the optimizer: what they freeze has no weight gradients."""
     reference: bool = False
-    """A reference model runs forward besides (DPO)."""
+    """A reference model runs its forward pass too (DPO)."""
     recompute: str | None = None
     engine: str | None = None
     first_step: int = 1
@@ -117,7 +117,7 @@ class RunMetrics:
     memory_gib: float | None
     goodput: RunGoodput | None
     seconds: tuple[float, ...] = field(default=(), repr=False)
-    """The times of the steps that count, in order; of a long run every so many."""
+    """The times of the steps that count, in order; those of a long run are thinned out evenly."""
 
     def to_plain(self) -> dict[str, Any]:
         """The values, for JSON."""

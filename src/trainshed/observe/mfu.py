@@ -64,9 +64,9 @@ def measure_mfu(
 
     `precision` is the dtype of the products' inputs: a `train.precision`, or `tf32` if fp32 inputs may be rounded.
     `gpu` is None if the device is not in the catalog. `document_length` is the length of the document that an average
-    token is in, where documents are kept apart; `reference` says that one runs forward besides (DPO). `engine` is None
-    where it is not known; in some, experts multiply in bf16 while other products are in fp8, and the peak is that of
-    both (`mixed_peak`).
+    token is in, where documents are kept apart; `reference` says that a reference model runs forward too (DPO).
+    `engine` is None where it is not known; in some, experts multiply in bf16 while other products are in fp8, and the
+    peak is that of both (`mixed_peak`).
     """
     per_token, per_token_full = (
         training_flops_per_token(

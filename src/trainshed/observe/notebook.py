@@ -104,7 +104,7 @@ def run_html(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> st
 
 
 def in_notebook() -> bool:
-    """Say whether this process is the kernel of a notebook, which can show HTML."""
+    """Whether this process is the kernel of a notebook, which can show HTML."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 

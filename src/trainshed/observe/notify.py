@@ -2,7 +2,7 @@
 
 A thread follows the run's events, as `trainshed status` reads them, and sends a message for those that somebody asked
 to be told of. Training never waits for it: a webhook that does not answer is given up after some seconds, and what
-goes wrong is said once, as a warning event. The address of a webhook is never said: it lets its reader post there.
+goes wrong is said once, as a warning event. The address of a webhook is never shown: whoever knows it can post there.
 
 The same kind of message is sent at most every `every_minutes`, also across restarts (`notified.json` in the run's
 folder). What is left out is counted in the next message.
@@ -48,7 +48,7 @@ GOODPUT_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class Recipient:
-    """One who is told, and where that is written."""
+    """Where messages are sent, and the key that says so."""
 
     where: str
     """`notify.0`, or `notify.0 of the cluster gke-a3-mega`."""
@@ -56,7 +56,7 @@ class Recipient:
 
 
 def recipients_of(recipe: Recipe | None, cluster: Cluster | None) -> tuple[Recipient, ...]:
-    """Return who is told about a run: those of the cluster file, and those of the recipe."""
+    """Return the recipients of a run's messages: those of the cluster file, then those of the recipe."""
     recipients: list[Recipient] = []
     if cluster is not None:
         place = f"of the cluster {cluster.name}"
@@ -97,7 +97,7 @@ class RunMessages:
         return self._attempt
 
     def take(self, event: Mapping[str, Any]) -> Iterator[RunMessage]:
-        """Yield what an event gives to tell."""
+        """Yield the messages that an event gives rise to."""
         kind = event["kind"]
         self._attempt = event.get("attempt") or self._attempt
         self.goodput.take(event)
@@ -146,7 +146,7 @@ class RunMessages:
                 yield self.message("end", "training was stopped on request")
 
     def fail(self, what: str) -> Iterator[RunMessage]:
-        """Yield a failure, unless it has just been told."""
+        """Yield the message of a failure, unless it was just sent."""
         if what != self._failure:
             self._failure = what
             yield self.message("failure", f"failed: {what}")
@@ -254,20 +254,20 @@ class Notifier:
         self._lock = threading.Lock()
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Tell of an event, if somebody wants to know."""
+        """Send the messages of an event to the recipients that asked for them."""
         for message in self._messages.take(event):
             for recipient in self._recipients:
                 self._tell(recipient, message)
 
     def fail(self, what: str) -> None:
-        """Tell that the run has failed, where no event has said so."""
+        """Send that the run has failed, where no event has said so."""
         with self._lock:
             for message in self._messages.fail(what):
                 for recipient in self._recipients:
                     self._tell(recipient, message)
 
     def check_goodput(self, now: float) -> None:
-        """Tell of an hour in which little was done, and again after another one."""
+        """Send that little was done in the last hour, and again after each further hour."""
         share = self._messages.goodput.share(now)
         if share is None:
             return
@@ -278,7 +278,7 @@ class Notifier:
                 self._tell(recipient, self._messages.low_goodput(share))
 
     def follow(self, follower: EventFollower) -> None:
-        """Tell of what has happened since the last call."""
+        """Send the messages of all events since the last call."""
         with self._lock:
             try:
                 events = follower.poll()
@@ -326,7 +326,7 @@ def notify_of_run(
     environment: Mapping[str, str] | None = None,
     poll_seconds: float = POLL_SECONDS,
 ) -> Iterator[Notifier]:
-    """Follow a run's events in a thread and tell of them; what was written before is not told."""
+    """Follow a run's events in a thread and send their messages; events written before are left out."""
     notifier = Notifier(run_folder, recipients, run=run, steps=steps, environment=environment)
     if not recipients:
         yield notifier
@@ -361,7 +361,7 @@ def message_body(message: RunMessage, left_out: Mapping[str, int]) -> dict[str, 
 
 
 def trial_message(run: str) -> dict[str, Any]:
-    """Return the message by which somebody tries whether `notify` reaches them."""
+    """Return a test message, which shows whether `notify` reaches its recipients."""
     return message_body(RunMessage("start", f"{run}: a test of `notify`; no run has begun", {"run": run}), {})
 
 

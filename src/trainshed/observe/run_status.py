@@ -70,7 +70,7 @@ def read_run_status(
 ) -> RunStatus:
     """Read the status of the run in `folder` of a store, of whichever engine.
 
-    Of a run in a bucket only so many of the newest segments are read as `newest_segments` says.
+    Of a run in a bucket only the newest segments are read, as many as `newest_segments` says.
     """
     if newest_segments is not None:
         events = follow_events(store, folder, newest_segments=newest_segments).poll()

@@ -7,8 +7,8 @@ pass: once more for the gradients of inputs, once for those of weights.
 Model FLOPs are what the training needs, on any hardware and with any software. So with LoRA a frozen weight costs 4 per
 token, not 6: forward and the gradient of its input. So does one that a group of the optimizer freezes. Adapters are
 trained, and attention has no weights: both cost three times their forward pass. The base in 8 or 4 bits costs the same:
-turning it back into bf16 is not a matmul. DPO runs the reference forward besides. Where documents are kept apart, a
-token attends to its own document only.
+turning it back into bf16 is not a matmul. DPO adds a forward pass of the reference model. Where documents are kept
+apart, a token attends to its own document only.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class ModelShape:
     dense_first: int = 0
     """Number of first layers without experts in a model that has experts."""
     experts_every: int = 1
-    """Every so many layers one has experts."""
+    """One layer in this many has experts."""
     latent: LatentAttention | None = None
     mtp_layers: int = 0
     """Multi-token prediction: extra layers after the last, each with a pass through the head."""

@@ -307,7 +307,7 @@ class Plan:
         return notebook_html(self)
 
     def predicted_figures(self) -> dict[str, Any]:
-        """Return what is stored with an attempt, to hold its measured steps against."""
+        """Return what is stored with an attempt, for comparison with its measured steps."""
         return {
             "step_seconds": self.chosen.step_seconds,
             "mfu": self.chosen.mfu,

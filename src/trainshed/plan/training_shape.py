@@ -91,7 +91,7 @@ class TrainingShape:
     document_length: float | None = None
     """Length of the document that an average token is in, where documents are kept apart; None: they are not."""
     preference: bool = False
-    """DPO: a reference runs forward besides. It is a second copy of the weights, or the base without its adapters."""
+    """DPO: a reference model runs forward too. It is a second copy of the weights, or the base without its adapters."""
     calibration: float = 1.0
     """Measured step seconds divided by predicted ones, from runs like this one."""
     memory_calibration: float = 1.0

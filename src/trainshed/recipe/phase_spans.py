@@ -35,7 +35,7 @@ class PhaseRate:
         return self.shape != "constant" and self.begin != self.end
 
     def at(self, step: int, steps: int) -> float:
-        """Return the learning rate of a step of a phase of so many."""
+        """Return the learning rate of a step (from 0) of a phase of `steps` steps."""
         if not self.varies:
             return self.end
         if self.end > self.begin:

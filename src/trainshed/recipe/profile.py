@@ -69,7 +69,7 @@ class Profile(Section):
             yield Problem(("wait",), "is not read with one cycle", "write cycles: 2 or more, or delete it")
 
     def length_problems(self, steps: int) -> Iterator[Problem]:
-        """Yield what a run of so many steps does not reach."""
+        """Yield which cycles a run of `steps` steps does not reach."""
         period = self.wait_steps + self.warmup_steps + self.steps
         reached = min(self.cycles, max(0, -(-(steps - self.steps_before) // period)))
         if not reached:

@@ -72,7 +72,7 @@ def registered_class(kind: str, name: str | None) -> Any:
 def option_problems(
     kind: str, name: str, options: Mapping[str, Any], path: KeyPath, *, positional: int
 ) -> Iterator[Problem]:
-    """Yield where a registered class cannot be made with these options, after so many arguments of ours."""
+    """Yield why a registered class does not take these options, after the `positional` arguments that we pass."""
     made = registered_class(kind, name)
     if made is None:
         return

@@ -471,7 +471,7 @@ class Recipe(WrittenFile):
         return -(-train.tokens // (length * train.global_batch))
 
     def warmup_problems(self, steps: int) -> Iterator[Problem]:
-        """A run of so many steps that ends before its warm-up does. Other engines have schedules of their own."""
+        """Yield that a run of `steps` steps ends before its warm-up. Other engines have schedules of their own."""
         problem = self.train.warmup_problem(steps) if self.engine.name == "torch" else None
         if problem is not None:
             yield Problem(("train", *problem.path), problem.what, problem.hint)

@@ -53,7 +53,7 @@ _MIN_CHANGE_SHARE = 0.4
 
 
 def secret_shape(value: str) -> str | None:
-    """Say what a value is that is a secret by its shape, None where it is none that is known."""
+    """Say which kind of secret a value is by its shape; None where it is not known to be one."""
     return next((what for pattern, what in _SHAPE_PATTERNS if pattern.search(value)), None)
 
 
@@ -86,7 +86,7 @@ def secret_arguments(arguments: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 
 def find_secret(name: str, value: str) -> str | None:
-    """Say what a variable holds that is a secret by its name or its shape, None where it is none."""
+    """Say which kind of secret a variable holds, by its name or its shape; None where it holds no secret."""
     shape = secret_shape(value)
     if shape is not None:
         return shape

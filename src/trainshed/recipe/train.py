@@ -294,7 +294,7 @@ class TrainSection(Section):
         return self.dropout > 0 or (self.lora is not None and self.lora.dropout > 0)
 
     def warmup_problem(self, steps: int) -> Problem | None:
-        """Return what is wrong where a run of so many steps ends before its warm-up does.
+        """Return what is wrong where a run of `steps` steps ends before its warm-up.
 
         Not where `decay` names a step of its own: the run is then one leg of a longer one.
         """

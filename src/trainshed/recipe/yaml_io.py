@@ -159,7 +159,7 @@ def dotted_key(path: Iterable[KeyStep]) -> str:
 
 
 def _shows_key(source: str, dotted: str) -> bool:
-    """Tell whether an override (`command line: cluster.nodes.max=4`, `with_: train.steps=…`) already shows the key."""
+    """Whether an override (`command line: cluster.nodes.max=4`, `with_: train.steps=…`) already shows the key."""
     return source.partition(": ")[2].removeprefix("cluster.").startswith(f"{dotted}=")
 
 

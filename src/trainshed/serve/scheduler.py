@@ -145,7 +145,7 @@ class ScheduledRequest:
         return self._text
 
 
-# Logits of so many tokens of a prompt are computed at a time: each is as long as the vocabulary.
+# Tokens of a prompt whose logits are computed at a time: the logits of one are as long as the vocabulary.
 _LOGPROB_ROWS = 128
 _NOT_FINITE = (
     "the scores of the model are not numbers: its weights are broken, or too large for its dtype "

@@ -213,7 +213,7 @@ class _Copy:
             )
 
     def _unmark(self, there: dict[str, ObjectInfo]) -> None:
-        """From here on the tree is not complete, whatever an earlier run said."""
+        """Remove the mark of an earlier run: from here on the tree is not complete."""
         for path in {self._mark, COPY_MANIFEST}:
             if there.pop(path, None) is not None:
                 self._destination.delete(path)

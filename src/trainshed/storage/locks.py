@@ -78,7 +78,7 @@ def _process_start(pid: int) -> int | None:
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 30.0
 SILENT_SECONDS = 300.0
-"""A holder that has shown no sign of life for so long may be on a machine that is gone without letting go."""
+"""A holder without a sign of life for this long may be on a machine that was lost with its lock."""
 
 
 def describe_holder(holder: LockHolder | None) -> str:

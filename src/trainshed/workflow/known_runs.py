@@ -130,19 +130,19 @@ def known_runs(cluster: Cluster) -> tuple[list[KnownRun], TrainshedError | None]
     """
     from trainshed.launch.submissions import submissions
 
-    submitted = [(known, submitted_run(known)) for known in submissions()]
-    records = {_place(run): known for known, run in submitted}
+    submitted = [(submission, submitted_run(submission)) for submission in submissions()]
+    by_location = {_location(run): submission for submission, run in submitted}
     rows: list[tuple[float, KnownRun]] = []
-    taken: set[str] = set()
+    listed_jobs: set[str] = set()
     problem = None
     try:
         for changed, run in _runs_in_store(cluster):
-            record = records.get(_place(run))
-            rows.append((changed, replace(run, submission=record)))
-            taken |= {record.submitted.job} if record is not None else set()
+            submission = by_location.get(_location(run))
+            rows.append((changed, replace(run, submission=submission)))
+            listed_jobs |= {submission.submitted.job} if submission is not None else set()
     except TrainshedError as error:
         problem = error
-    rows += [(known.at, run) for known, run in submitted if known.submitted.job not in taken]
+    rows += [(submission.at, run) for submission, run in submitted if submission.submitted.job not in listed_jobs]
     return [run for _, run in sorted(rows, key=lambda row: row[0], reverse=True)], problem
 
 
@@ -154,8 +154,8 @@ def submitted_run(submission: Submission) -> KnownRun:
     return KnownRun(submission.name, submission.id, submission.submitted.run, submission, options)
 
 
-def _place(run: KnownRun) -> str:
-    """What two records of one run have in common."""
+def _location(run: KnownRun) -> str:
+    """Where a run's folder is: the same for the run in a store and for its submission."""
     place = run.home or run.address
     return place if "://" in place else str(Path(place).expanduser().absolute())
 
@@ -221,11 +221,11 @@ def _run_of_recipe(
     address = join(recipe.store or cluster.store_root, f"runs/{recipe.name}/{name}")
     # A store that the recipe names is the one meant, whatever lies under the same name elsewhere.
     anywhere = recipe.store is None
-    same = (
+    same_runs = (
         run for run in known if run.run == f"{recipe.name}/{name}" and (anywhere or _same_address(run.address, address))
     )
-    if (submission := next(same, None)) is not None:
-        return submission
+    if (started := next(same_runs, None)) is not None:
+        return started
     if "://" not in address and not Path(address).expanduser().is_dir():
         alike = ", ".join(run.run for run in known if run.name == recipe.name)
         raise NoSuchName(

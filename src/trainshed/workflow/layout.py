@@ -50,7 +50,7 @@ from trainshed.workflow.runnable import check_layout, check_model
 
 
 def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
-    """Read what a plan must know out of a recipe; the architecture may be that of its base weights.
+    """Return what the planner must know of a recipe; the architecture may be that of its base weights.
 
     Of a recipe in phases it is the phase with the longest sequences, among those that leave the layout to the recipe.
     """
@@ -85,19 +85,8 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
     documents = PlannedDocuments.of(recipe, cluster, length)
     if documents.note is not None:
         notes.append(documents.note)
-    muon = (train.optimizer.muon or MuonOptions()) if train.optimizer.name == "muon" else None
-    usual = EngineOptions(
-        bf16_states=train.optimizer.states == "bf16",
-        muon_steps=0 if muon is None else muon.ns_steps,
-        averaged=train.ema is not None,
-    )
-    if muon is not None:
-        notes.append("Muon's update is predicted from its FLOPs and bytes: it was never measured")
-    if any(group.freeze for group in train.optimizer.groups or ()):
-        notes.append("frozen tensors are planned as trained ones: their gradients are computed, their states are not")
-    options, counted = apply_performance_args(recipe.engine.args, usual)
-    if counted:
-        notes.append(f"counted of engine.args: {', '.join(counted)}")
+    options, option_notes = _planned_options(recipe)
+    notes += option_notes
     notes += [
         f"planned as {usual}: what the {kind} `{name}` of a plugin takes is not known"
         for _, kind, name in recipe.registered_names()
@@ -124,6 +113,25 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
         document_length=documents.length,
         preference=train.mode == "dpo",
     )
+
+
+def _planned_options(recipe: Recipe) -> tuple[EngineOptions, list[str]]:
+    """Return what the optimizer and `engine.args` change for the planner, and notes about it."""
+    optimizer, notes = recipe.train.optimizer, []
+    muon = (optimizer.muon or MuonOptions()) if optimizer.name == "muon" else None
+    usual = EngineOptions(
+        bf16_states=optimizer.states == "bf16",
+        muon_steps=0 if muon is None else muon.ns_steps,
+        averaged=recipe.train.ema is not None,
+    )
+    if muon is not None:
+        notes.append("Muon's update is predicted from its FLOPs and bytes: it was never measured")
+    if any(group.freeze for group in optimizer.groups or ()):
+        notes.append("frozen tensors are planned as trained ones: their gradients are computed, their states are not")
+    options, counted = apply_performance_args(recipe.engine.args, usual)
+    if counted:
+        notes.append(f"counted of engine.args: {', '.join(counted)}")
+    return options, notes
 
 
 def _planned_phases(spans: tuple[PhaseSpan, ...], cluster: Cluster) -> PlannedModel:
@@ -380,7 +388,7 @@ def _node_count(recipe: Recipe, cluster: Cluster, nodes: int | None) -> tuple[in
 
 
 def check_node_count(cluster: Cluster, nodes: int, where: str) -> None:
-    """Raise where a cluster does not have so many nodes; `where` says who asked."""
+    """Raise where a cluster has fewer than `nodes` nodes; `where` says who asked."""
     if nodes < 1:
         raise InputError(f"{nodes} nodes", where=where, hint="write 1 or more")
     if cluster.nodes.max is not None and nodes > cluster.nodes.max:

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from trainshed.engines.torch.rank_env import PhaseJob, TrainJob
 
 
-_SHOWN_KEYS = 4  # keys that a note writes out before it only counts
+_SHOWN_KEYS = 4  # more differing keys are only counted
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def find_start(recipe: Recipe, cluster: Cluster, id: str | None = None) -> RunSt
 
 
 def check_resumable(start: RunStart, steps: int | None, options: StoreOptions | None = None) -> None:
-    """Refuse what no rank would go on with from the run's last checkpoint: fewer steps than are done, another decay.
+    """Refuse a start that its last checkpoint does not allow: fewer steps than are done, or another decay.
 
     `steps` is None where they are not known yet.
     """
@@ -123,7 +123,7 @@ def check_resumable(start: RunStart, steps: int | None, options: StoreOptions | 
 
 
 def note_other_runs(start: RunStart, reporter: Reporter) -> None:
-    """Where a run is new, name the one of its recipe that it is not, and what makes it another."""
+    """Where a run is new and the recipe has an older one, say which keys make them two runs."""
     if not start.is_new:
         return
     others = [run for run in local_runs(store_of(start.folder)) if run.name == start.recipe.name]
@@ -157,7 +157,7 @@ def _last_checkpoint(start: RunStart, options: StoreOptions | None) -> CompleteC
 
 
 def _different_keys(recipe: Recipe, run: LocalRun) -> list[tuple[str, Any, Any]] | None:
-    """The keys that make another run of a recipe: each with its value there and here; None where nothing is known."""
+    """The keys in which a run's recipe differs, with its value and ours; None if that recipe cannot be read."""
     try:
         with plugins_not_run():
             there = _flatten(run_identity(load_recipe(str(run.folder / RECIPE_FILE))))
@@ -301,11 +301,11 @@ def run(
     """
     cluster = cluster or load_cluster()
     check_trainable(recipe, cluster, keys=layout)
-    with _hold_run(recipe, cluster, id, reporter) as start:
+    with _locked_run(recipe, cluster, id, reporter) as start:
         stages = StageRecorder(LocalStore(start.folder))
         prepared = prepare_run(recipe, cluster, id=start.id, workers=workers, reporter=reporter, stages=stages)
         with EvaluationBesideTraining(prepared.recipe, prepared.folder, reporter) as beside:
-            watched = _also_told(watch, beside.on_event)
+            watched = _with_listener(watch, beside.on_event)
             trained = _train_prepared(prepared, cluster, layout, reporter, watched)
         if not trained.is_complete:
             return trained
@@ -325,7 +325,7 @@ def run(
     return trained
 
 
-def _also_told(watch: WatchTraining, listener: EventListener) -> WatchTraining:
+def _with_listener(watch: WatchTraining, listener: EventListener) -> WatchTraining:
     """Let a second function follow the events of a training."""
 
     @contextmanager
@@ -353,13 +353,13 @@ def train(
     """Train a recipe whose data is prepared, with all its ranks here."""
     cluster = cluster or load_cluster()
     check_trainable(recipe, cluster, keys=layout)
-    with _hold_run(recipe, cluster, id, reporter) as start:
+    with _locked_run(recipe, cluster, id, reporter) as start:
         return _train_prepared(open_run(recipe, cluster, id=start.id), cluster, layout, reporter, watch)
 
 
 @contextmanager
-def _hold_run(recipe: Recipe, cluster: Cluster, id: str | None, reporter: Reporter) -> Iterator[RunStart]:
-    """Hold the recipe's run, once it is known that it can go on."""
+def _locked_run(recipe: Recipe, cluster: Cluster, id: str | None, reporter: Reporter) -> Iterator[RunStart]:
+    """Lock the recipe's run after checking that it can continue."""
     start, options = find_start(recipe, cluster, id), store_options(cluster)
     refuse_other_checkpoints(start.recipe, start.folder, options)
     check_resumable(start, written_steps(recipe), options)

@@ -29,7 +29,7 @@ def checkpoint_home(recipe: Recipe, id: str, options: StoreOptions | None = None
 def refuse_other_checkpoints(recipe: Recipe, run: Path, options: StoreOptions | None = None) -> None:
     """Refuse a run whose checkpoints this start would not find: another engine's, or those of another `checkpoint.to`.
 
-    Neither is part of a run's id, so that it would begin again at step 0 and nothing would tell.
+    Neither is part of a run's id, so the run would begin again at step 0 and nothing would say so.
     """
     if recipe.checkpoint.resume == "fresh":
         return

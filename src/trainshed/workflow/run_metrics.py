@@ -127,7 +127,7 @@ def measure_run(
 def _figures(
     events: list[dict[str, Any]], facts: TrainingFacts, start: int | None, end: int | None, where: str
 ) -> RunMetrics:
-    """Return the figures; one that cannot be is the fault of what was written or logged."""
+    """Return the figures; an impossible one is reported as an error in the flags or the log."""
     from trainshed.errors import InputError, TrainshedError
     from trainshed.observe.metrics import measure_events
 
@@ -140,7 +140,7 @@ def _figures(
 
 
 def _flag_facts(facts: TrainingFacts, flags: MetricsFlags) -> tuple[TrainingFacts, list[str]]:
-    """Return the facts with what flags add; a flag that says something else than the run is refused."""
+    """Return the facts with what flags add; a flag that contradicts the run is refused."""
     from trainshed.catalog import find_gpu, model_preset
     from trainshed.catalog.gpus import DenseTflops
     from trainshed.errors import InputError

@@ -203,7 +203,7 @@ def check_export_installed(recipe: Recipe) -> None:
 
 
 def _unwritable(path: Path) -> str | None:
-    """Say why nothing can be written to a folder that may not be there yet; None where nothing speaks against it."""
+    """Say why nothing can be written to a folder that may not be there yet; None if nothing prevents it."""
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not there.is_dir():
         return f"{there} is not a folder"
@@ -223,7 +223,7 @@ def check_plugins(recipe: Recipe, job: JobFile) -> None:
 
 
 def check_engine(recipe: Recipe) -> None:
-    """Raise what our own engine cannot do of a recipe, wherever it would run."""
+    """Raise an error that names everything in a recipe which our own engine cannot do on any cluster."""
     problems = [*_foreign_problems(recipe), *_engine_problems(recipe), *_preference_problems(recipe)]
     if problems:
         raise recipe_error(problems, recipe.places)
@@ -239,7 +239,7 @@ def _foreign_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _engine_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield what our own engine does not do on any target; the adapters say it of theirs."""
+    """Yield what our own engine does not do on any target; each adapter does the same for its engine."""
     if recipe.engine.name != "torch":
         return
     train = recipe.train
@@ -427,7 +427,7 @@ def _mounts(cluster: Cluster, recipe: Recipe, *, writable: bool) -> list[str] | 
     if registered or cluster.target == "ray" or (cluster.target == "slurm" and cluster.on_slurm.container == "none"):
         return None
     volumes = [volume.mount for volume in cluster.volumes if not (writable and volume.read_only)]
-    # Pyxis is told to mount the store besides.
+    # Our scripts have Pyxis mount the store too.
     store = [recipe.store or cluster.store or ""] if cluster.target == "slurm" else []
     return [posixpath.normpath(mount) for mount in (*store, *volumes) if mount]
 
@@ -500,7 +500,7 @@ def _is_logged_in(tool: str) -> bool:
 
 
 def _missing_secret(path: KeyPath, variable: str, cluster: Cluster, logged_in: bool = False) -> Iterator[Problem]:
-    """Yield that a secret does not reach those who need it."""
+    """Yield that a secret does not reach the processes that need it."""
     if cluster.target == "local":
         if not logged_in and not os.environ.get(variable):
             yield Problem(path, f"needs {variable}, and this environment has none", f"export {variable}=…")
@@ -514,7 +514,7 @@ def _missing_secret(path: KeyPath, variable: str, cluster: Cluster, logged_in: b
 
 
 def _notify_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:
-    """Yield those who could not be told."""
+    """Yield why the recipients of `notify` would get no message."""
     if recipe.notify and recipe.engine.name != "torch":
         yield Problem(
             ("notify",),

@@ -46,7 +46,7 @@ def export_address(recipe: Recipe, run: str) -> str:
 
 
 def export_copy_address(recipe: Recipe, run: str) -> str | None:
-    """Return the place in a bucket that gets a copy of a run's export, for a server needs it on a disk; None: none."""
+    """Return where a bucket gets a copy of a run's export, if a server reads the export from a disk; None: no copy."""
     to = recipe.export.to if recipe.export is not None else None
     if to is None or recipe.publishes or recipe.serve is None or "://" not in to:
         return None

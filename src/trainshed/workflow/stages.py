@@ -141,7 +141,7 @@ def mirror_address(recipe: Recipe, run: Path) -> str | None:
 
 
 def upload_committed(recipe: Recipe, run: Path, options: StoreOptions, reporter: Reporter = SILENT) -> str:
-    """Copy what a foreign engine has committed to `checkpoint.to`; says what came out."""
+    """Copy what a foreign engine has committed to `checkpoint.to`; returns a summary."""
     address = mirror_address(recipe, run)
     if address is None:
         raise InputError("there is no bucket to copy checkpoints to", where=recipe.where("checkpoint.to"))
@@ -225,9 +225,9 @@ def _fetched_text(recipe: Recipe, base: BaseWeights) -> str:
 
 
 def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str, ...], reporter: Reporter) -> str:
-    """Prepare the data; for an engine that reads text itself (torchtune) only what it asks for. Says what came out.
+    """Prepare the data and return a summary; an engine that reads text itself (torchtune) gets only what it asks for.
 
-    What the nodes lack for `observe` and `eval` is said here, before GPUs are asked for.
+    Packages and inputs that `observe`, `export` and `eval` need are checked here, before GPUs are requested.
     """
     check_installed(recipe.observe)
     check_export_installed(recipe)

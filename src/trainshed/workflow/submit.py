@@ -31,7 +31,7 @@ from trainshed.engines.launch import (
 from trainshed.engines.megatron.versions import recipe_version
 from trainshed.errors import InputError, RecipeError
 from trainshed.launch.attempt import PLAN_SCHEMA
-from trainshed.launch.fabric import fabric_setup, lint_environment
+from trainshed.launch.fabric import FabricSetup, fabric_setup, lint_environment
 from trainshed.launch.image_proof import IMAGE_STAGE, image_files
 from trainshed.launch.job import JOB_FILE, MOUNTED_JOB, CodeArchive, Job, JobFile, Stage, job_folder
 from trainshed.launch.packaging import job_code, provenance
@@ -95,7 +95,7 @@ def build_job(
     name = id or run_id(resolved)
     run = run_address(store, resolved.name, name)
     job_name = f"{resolved.name}-{name}"
-    engine = _foreign(resolved, cluster, model, planned, run)
+    engine = _foreign_launch(resolved, cluster, model, planned, run)
     resolved = _with_engine_version(resolved, cluster)
     stages = _stages(resolved, cluster, planned, engine)
     serving: tuple[str, ...] = ()
@@ -103,9 +103,7 @@ def build_job(
         serve = serve_stage(resolved, cluster, model, planned.placement.machine, run)
         stages += (with_own_limits(serve, cluster),)
         serving = serve_notes(resolved, cluster, model, stages[-1])
-    save_seconds = (planned.save_seconds or UNKNOWN_SAVE_SECONDS) if resolved.checkpoint.save else 0
-    grace = cluster.limits.grace_seconds or ceil(2 * save_seconds + 60)
-    _check_grace(cluster, grace)
+    grace = _grace_seconds(resolved, cluster, planned)
     job_file = JobFile(
         name=job_name,
         run=run,
@@ -117,29 +115,12 @@ def build_job(
         min_nodes=resolved.elastic.min_nodes if resolved.elastic else None,
         plugins={plugin.name: plugin.sha256 for plugin in recipe.plugin_sources},
     )
-    files = {
-        RECIPE_FILE: to_yaml(resolved),
-        CLUSTER_FILE: to_yaml(cluster),
-        "plan.json": _plan_text(planned),
-        "provenance.json": _json(provenance(recipe.folder)),
-        JOB_FILE: job_file.to_text(),
-        **_scripts(resolved),
-    }
-    if any(stage.script == SERVE_SCRIPT for stage in stages):
-        files |= serve_files(resolved, run)
-    place = _engine_place(resolved, cluster, planned, run)
-    files |= image_files(resolved.engine.name, engine, place, cluster, setup)
-    if engine is not None:
-        files |= dict(engine.files) | {"train.sh": launcher_script(engine, place)}
-        if cluster.preflight and (expected := setup.expected_network).selected:
-            files[NETWORK_FILE] = _json(expected._asdict())
-        files |= {f"{stage.name}.sh": _command_script(stage.argv) for stage in engine.cpu_stages}
     return Job(
         name=job_name,
         run=run,
         cluster=cluster,
         stages=stages,
-        files=files,
+        files=_job_files(resolved, cluster, planned, engine, setup, job_file),
         code=code or job_code(cluster, (*recipe.plugin_sources, *cluster.plugin_sources)),
         steps=model.steps,
         grace_seconds=grace,
@@ -155,6 +136,35 @@ def build_job(
         ),
         cost=planned.cost,
     )
+
+
+def _job_files(
+    recipe: Recipe,
+    cluster: Cluster,
+    planned: PlannedRun,
+    engine: EngineLaunch | None,
+    setup: FabricSetup,
+    job_file: JobFile,
+) -> dict[str, str]:
+    """Return the text files that travel with a job, by their name in its folder."""
+    files = {
+        RECIPE_FILE: to_yaml(recipe),
+        CLUSTER_FILE: to_yaml(cluster),
+        "plan.json": _plan_text(planned),
+        "provenance.json": _json(provenance(recipe.folder)),
+        JOB_FILE: job_file.to_text(),
+        **_scripts(recipe),
+    }
+    if any(stage.script == SERVE_SCRIPT for stage in job_file.stages):
+        files |= serve_files(recipe, job_file.run)
+    site = _engine_site(recipe, cluster, planned, job_file.run)
+    files |= image_files(recipe.engine.name, engine, site, cluster, setup)
+    if engine is not None:
+        files |= dict(engine.files) | {"train.sh": launcher_script(engine, site)}
+        if cluster.preflight and (expected := setup.expected_network).selected:
+            files[NETWORK_FILE] = _json(expected._asdict())
+        files |= {f"{stage.name}.sh": _command_script(stage.argv) for stage in engine.cpu_stages}
+    return files
 
 
 def _check_elastic(recipe: Recipe, cluster: Cluster, nodes: int) -> None:
@@ -174,6 +184,14 @@ def _check_elastic(recipe: Recipe, cluster: Cluster, nodes: int) -> None:
 
 _LONGEST_WARNING_SECONDS = 65535
 """How long before its time limit Slurm warns a job at most: https://slurm.schedmd.com/sbatch.html#OPT_signal."""
+
+
+def _grace_seconds(recipe: Recipe, cluster: Cluster, planned: PlannedRun) -> int:
+    """Return how long a stopped run may take to save: as the cluster file says, or by the planned time of a save."""
+    save_seconds = (planned.save_seconds or UNKNOWN_SAVE_SECONDS) if recipe.checkpoint.save else 0
+    grace = cluster.limits.grace_seconds or ceil(2 * save_seconds + 60)
+    _check_grace(cluster, grace)
+    return grace
 
 
 def _check_grace(cluster: Cluster, grace: int) -> None:
@@ -197,7 +215,7 @@ def _check_grace(cluster: Cluster, grace: int) -> None:
 
 
 def _observe_notes(recipe: Recipe, cluster: Cluster) -> Iterator[str]:
-    """Yield where figures and messages do not get to."""
+    """Yield notes on figures that the cluster cannot read and on messages that are not sent."""
     prometheus = recipe.observe.prometheus
     if prometheus is not None and not prometheus.is_reachable:
         yield (
@@ -253,9 +271,10 @@ def _scripts(recipe: Recipe) -> dict[str, str]:
     return files
 
 
-def _foreign(
+def _foreign_launch(
     recipe: Recipe, cluster: Cluster, model: PlannedModel, planned: PlannedRun, run: str
 ) -> EngineLaunch | None:
+    """Return how another engine is started; None for our own."""
     if recipe.engine.name == "torch":
         return None
     if model.steps is None and recipe.engine.name != "torchtune":
@@ -277,10 +296,10 @@ def _foreign(
             where=recipe.where("model"),
             hint="engine: torch",
         )
-    place = _engine_place(recipe, cluster, planned, run)
     machine = planned.placement.machine
     gpu = find_gpu(machine.gpu) if machine is not None else None
-    return build_launch(EngineTask(recipe, model.config, planned.layout, model.steps, place), gpu=gpu)
+    site = _engine_site(recipe, cluster, planned, run)
+    return build_launch(EngineTask(recipe, model.config, planned.layout, model.steps, site), gpu=gpu)
 
 
 def _with_engine_version(recipe: Recipe, cluster: Cluster) -> Recipe:
@@ -291,7 +310,7 @@ def _with_engine_version(recipe: Recipe, cluster: Cluster) -> Recipe:
     return recipe.model_copy(update={"engine": engine})
 
 
-def _engine_place(recipe: Recipe, cluster: Cluster, planned: PlannedRun, run: str) -> EngineSite:
+def _engine_site(recipe: Recipe, cluster: Cluster, planned: PlannedRun, run: str) -> EngineSite:
     machine = planned.placement.machine
     return EngineSite(
         run_folder=run,
@@ -349,7 +368,7 @@ def _stages(recipe: Recipe, cluster: Cluster, planned: PlannedRun, engine: Engin
 
 
 def copies_while_training(cluster: Cluster) -> bool:
-    """Say whether a foreign engine's checkpoints get to a bucket while it trains, and not only after it.
+    """Whether a foreign engine's checkpoints get to a bucket while it trains, and not only after it.
 
     The pods of a TrainJob are made by its runtime, and a job of Slurm has the engine's container only.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from support.runs.preparing import Notes
 from trainshed.data.chat import sandbox
 from trainshed.data.chat.sandbox import TemplateFailure, TemplateOverrun
 from trainshed.data.chat.template import FIXED_DATE, ChatTemplate, catalog_names, find_template
-from trainshed.data.chat.tokenize import ChatSettings, check_markers, encode_prompt
+from trainshed.data.chat.tokenize import ChatSettings, check_markers
 from trainshed.data.tokenize.tokenizer import load_tokenizer
 from trainshed.errors import InputError, TokenizerError
 
@@ -189,13 +188,3 @@ def test_that_a_date_is_fixed_is_said(tmp_path: Path) -> None:
     folder, notes = write_style(tmp_path / "t", STYLES["gpt-oss"]), Notes()
     check_markers(*settings_for(folder, None), notes)
     assert notes.notes == ["the chat template asks for today's date, and gets 26 July 2024 on any day"]
-
-
-def test_a_question_alone_is_written_as_the_model_sees_it(tmp_path: Path) -> None:
-    folder = write_style(tmp_path / "t", STYLES["chatml"])
-    chat, tokenizer = settings_for(folder, None)
-    assert tokenizer.decode(encode_prompt(tokenizer, chat, "Hey?")) == (
-        "<|im_start|>user\nHey?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    asked = encode_prompt(tokenizer, replace(chat, system="Be kind."), "Hey?")
-    assert tokenizer.decode(asked).startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user")

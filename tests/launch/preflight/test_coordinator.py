@@ -14,7 +14,6 @@ from trainshed.launch.preflight.coordinator import (
     judge_nodes,
     next_pairs,
     reference_rate,
-    shortfalls,
 )
 
 RULES = PairRules()
@@ -116,5 +115,4 @@ def test_among_many_pairs_that_spread_a_bad_one_must_stand_out() -> None:
 def test_what_healthy_pairs_reach_is_not_pulled_down_by_bad_ones() -> None:
     pairs = [PairRate((0, 1), 400.0), PairRate((2, 3), 100.0), PairRate((4, 5), None)]
     assert reference_rate(pairs) == 400.0
-    assert shortfalls(pairs) == {(0, 1): 0.0, (2, 3): 0.75, (4, 5): 1.0}
     assert reference_rate([PairRate((0, 1), None)]) is None

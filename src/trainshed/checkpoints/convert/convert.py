@@ -152,7 +152,7 @@ def convert_weights(
 
 
 def _is_another(earlier: Manifest, spec: Mapping[str, Any]) -> bool:
-    """Tell whether a target holds something else than is asked for."""
+    """Whether a target holds something else than is asked for."""
     return earlier.kind != KIND or any(earlier.spec.get(key) != spec.get(key) for key in (*spec, "weights"))
 
 

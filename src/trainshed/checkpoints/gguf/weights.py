@@ -130,7 +130,7 @@ class GgufWeights:
             return native
 
     def close(self) -> None:
-        """Let go of the mapped file."""
+        """Close the mapped file."""
         self._last = None
 
     def __enter__(self) -> Self:

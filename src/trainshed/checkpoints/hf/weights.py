@@ -49,7 +49,7 @@ class Mxfp4Entry(SafetensorsEntry):
 class Float8Entry(SafetensorsEntry):
     """A matrix in E4M3 with a scale for each row (compressed-tensors) or block, as if it were stored in float32.
 
-    `start` and `end` are those of the values. A block has so many rows and columns: `block`; None is a whole row.
+    `start` and `end` are those of the values. `block` is the rows and columns of a block; None: each row has a scale.
     """
 
     scales: SafetensorsEntry
@@ -64,7 +64,7 @@ SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF1
 SCALE_SUFFIX = ".weight_scale"
 """What compressed-tensors calls the scales of a matrix, in place of `.weight`."""
 _BLOCK_SCALE_SUFFIX = ".weight_scale_inv"
-"""What DeepSeek and Qwen call the scales of a matrix's blocks; values are multiplied by them all the same."""
+"""What DeepSeek and Qwen call the scales of a matrix's blocks; values are multiplied by them despite the name."""
 _FLOAT8 = "F8_E4M3"
 # Parts of models that see pictures too: Llama 4's, Gemma 3's; newer versions of transformers put both into one `model`.
 _WITH_PICTURES = ("llama4_text", "gemma3_text")

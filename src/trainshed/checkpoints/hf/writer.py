@@ -204,7 +204,7 @@ def finish_folder(
 
 
 def shard_names(count: int) -> list[str]:
-    """Return the names of the files of so many shards."""
+    """Return the file names of `count` shards."""
     if count == 1:
         return [WEIGHTS]
     stem = WEIGHTS.removesuffix(".safetensors")

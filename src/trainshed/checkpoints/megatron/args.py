@@ -182,7 +182,7 @@ def _latent_args(mla: Mla, yarn: RopeScaling | None) -> dict[str, Any]:
 
 
 def has_zero_centered_norms(args: Namespace | None) -> bool:
-    """Return whether a checkpoint's norms are stored as gamma - 1; versions have two names for this argument."""
+    """Whether a checkpoint's norms are stored as gamma - 1; versions have two names for this argument."""
     return any(bool(getattr(args, name, False)) for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"))
 
 

@@ -333,7 +333,7 @@ def find_checkpoint(store: Store, path: str, reporter: Reporter = SILENT) -> Com
 
 
 def _best_complete(store: Store, folder: str, reporter: Reporter) -> CompleteCheckpoint | None:
-    """Return the checkpoint that `best` names; None where nothing is the best."""
+    """Return the checkpoint that `best` names; None where no best one is kept."""
     if store.head(f"{folder}/{BEST}") is None:
         return None
     listing = list_checkpoints(store, folder)

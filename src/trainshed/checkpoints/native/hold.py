@@ -50,7 +50,7 @@ def release_checkpoint(run: Path, step: int) -> None:
 
 
 def _same_manifest(one: Path, other: Path) -> bool:
-    """Whether two checkpoints are the same; one that is gone says nothing against the other."""
+    """Whether two checkpoints are the same; one that is gone counts as the same."""
     try:
         return (one / MANIFEST).read_bytes() == (other / MANIFEST).read_bytes()
     except FileNotFoundError:

@@ -12,9 +12,7 @@ Shapes: S tokens, B sequences, H hidden, V vocabulary; the decoder works S-first
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -42,7 +40,7 @@ from trainshed.models.families import HF_FAMILIES
 from trainshed.models.layers import Norm
 from trainshed.models.parameters import Parameter, layer_parameters, parameters
 from trainshed.recipe import ModelConfig
-from trainshed.reporting import SILENT, Reporter
+from trainshed.reporting import SILENT, Reporter, quiet_loggers
 
 LOGITS = "logits"
 """The name of the last state."""
@@ -325,7 +323,7 @@ def is_transformers_family(family: str) -> bool:
 
 def _build_meta_model(weights: HfWeights) -> nn.Module:
     """Build the model with its parameters on the meta device and its buffers (rotary frequencies) in memory."""
-    with _quiet_imports():
+    with quiet_loggers(*_LOUD_IMPORTS):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         # Of a model that sees pictures too, the part that reads text.
@@ -345,20 +343,6 @@ def _build_meta_model(weights: HfWeights) -> nn.Module:
 
 _LOUD_IMPORTS = ("torchao", "torch.utils._pytree")
 """Loggers that warn when transformers finds torchao: of kernels for other GPUs, and of what is deprecated in it."""
-
-
-@contextmanager
-def _quiet_imports() -> Iterator[None]:
-    """Keep warnings about packages that the proof does not use from whoever reads it."""
-    loggers = [logging.getLogger(name) for name in _LOUD_IMPORTS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

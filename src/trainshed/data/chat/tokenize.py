@@ -94,16 +94,6 @@ def recipe_chat_settings(
     )
 
 
-def encode_prompt(tokenizer: Tokenizer, settings: ChatSettings, question: str) -> list[int]:
-    """Return the tokens of a question as the model sees it before it answers: with the generation prompt."""
-    messages = [{"role": "user", "content": question}]
-    if settings.system:
-        messages.insert(0, {"role": "system", "content": settings.system})
-    template = ChatTemplate(settings.template.text, tokenizer.special_texts)
-    text = template.render(messages, add_generation_prompt=True).text
-    return tokenizer.backend.encode(text, add_special_tokens=False).ids
-
-
 @dataclass
 class _Rendered:
     """The conversations of one block as text; of a preference, both follow one another."""

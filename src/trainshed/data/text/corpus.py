@@ -50,7 +50,6 @@ def find_inputs(
     documents are rows and not text. `split` keeps a part of the rows; `count_rows` counts those of a file for it.
     `limit` keeps the first files.
     """
-    inputs: list[InputSlice] = []
     terms = parse_split(split) if split is not None else []
     if terms and documents == "blank_line":
         raise InputError(
@@ -62,48 +61,41 @@ def find_inputs(
     _refuse_repeated(matches)
     matches = _first_files(matches, limit)
 
-    def slices(objects: Sequence[MatchedObject]) -> list[InputSlice]:
-        return [
-            InputSlice(
-                match.address,
-                match.info.size,
-                match.info.version,
-                detect_format(match.address, format),
-                key,
-                documents,
-                columns=columns,
-            )
-            for match in objects
-        ]
+    def whole_file(match: MatchedObject) -> InputSlice:
+        file_format = detect_format(match.address, format)
+        info = match.info
+        return InputSlice(match.address, info.size, info.version, file_format, key, documents, columns=columns)
 
-    if not terms:
-        if columns is not None:
-            _refuse_several_splits(matches)
-        inputs = slices([match for _, objects in matches for match in objects])
-        _refuse_unread(inputs, key, documents, columns)
-        return inputs
+    if not terms and columns is not None:
+        _refuse_several_splits(matches)
+    inputs = [] if terms else [whole_file(match) for _, objects in matches for match in objects]
     for term in terms:
-        picked = [
-            objects[number]
-            for pattern, objects in matches
-            for number in pick_files(
-                [_path_below(pattern, match) for match in objects],
-                term.name,
-                named=not _is_folder(pattern, objects),
-                where=pattern,
-            )
-        ]
-        inputs += _slice_rows(slices(picked), term, count_rows or partial(count_file_rows, options=options))
-    if not inputs:
+        files = [whole_file(match) for match in _files_of_split(matches, term)]
+        inputs += _slice_rows(files, term, count_rows or partial(count_file_rows, options=options))
+    if terms and not inputs:
         raise InputError(f"the split `{split}` has no rows", where=patterns[0], hint="write a larger one")
     _refuse_unread(inputs, key, documents, columns)
     return inputs
 
 
+def _files_of_split(matches: Matches, term: SplitTerm) -> list[MatchedObject]:
+    """Return the files that belong to the split which a term names."""
+    return [
+        objects[number]
+        for pattern, objects in matches
+        for number in pick_files(
+            [_path_below(pattern, match) for match in objects],
+            term.name,
+            named=not _is_folder(pattern, objects),
+            where=pattern,
+        )
+    ]
+
+
 def _refuse_unread(
     inputs: Sequence[InputSlice], key: str, documents: DocumentBoundary, columns: tuple[str, ...] | None
 ) -> None:
-    """Refuse what is said about the documents and nothing reads: no file is of a format that has it."""
+    """Refuse settings that no file reads, because none is in a format that has them."""
     kinds = sorted({item.format.kind for item in inputs})
     if not kinds:
         return

@@ -1,4 +1,4 @@
-"""How many bytes of text each token of a vocabulary stands for, so that a loss can be told per byte."""
+"""How many bytes of text each token of a vocabulary stands for, so that a loss can be given per byte."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class ArgumentImport(ConfigImport):
         return default if value is None else value
 
     def has_any(self, *keys: str) -> bool:
-        """Tell whether one of some arguments is given."""
+        """Whether one of some arguments is given."""
         return any(key in self.values for key in keys)
 
     def keep_arguments(self) -> None:
@@ -69,7 +69,7 @@ class ArgumentImport(ConfigImport):
 
 
 def _can_set(kind: str, value: Any) -> bool:
-    """Tell whether an argument of a kind is what was written to set this value."""
+    """Whether an argument of a kind is what was written to set this value."""
     if isinstance(value, bool):
         return kind == ("flag" if value else "unflag") or kind == "switch"
     return kind not in ("flag", "unflag", "switch")

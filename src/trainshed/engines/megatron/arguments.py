@@ -89,7 +89,7 @@ class KnownArguments:
         return self._by_option.get(option)
 
     def has(self, dest: str) -> bool:
-        """Tell whether anything sets `dest` in this version."""
+        """Whether anything sets `dest` in this version."""
         return dest in self._by_dest
 
     def setting(self, dest: str) -> tuple[MegatronArgument, ...]:
@@ -101,7 +101,7 @@ class KnownArguments:
         return self._by_dest[dest][0].default
 
     def accepts(self, dest: str, value: Any) -> bool:
-        """Tell whether a value is one that `dest` may have; arguments without a list of choices take any."""
+        """Whether a value is one that `dest` may have; arguments without a list of choices take any."""
         choices = next((argument.choices for argument in self._by_dest[dest] if argument.choices), None)
         values = value if isinstance(value, tuple | list) else (value,)
         return value is None or choices is None or all(item in choices for item in values)

@@ -89,7 +89,7 @@ def _shares(config: ArgumentImport) -> dict[str, float] | None:
 
 
 def _has_own_documents(config: ArgumentImport) -> bool:
-    """Tell whether validation has documents of its own."""
+    """Whether validation has documents of its own."""
     return any(config.get(dest) for dest in ("valid_data_path", "train_data_path", "per_split_data_args_path"))
 
 
@@ -149,17 +149,17 @@ def read_tokenizer(config: ArgumentImport) -> Any:
 
 
 def marks_boundaries(task: EngineTask) -> bool:
-    """Tell whether the version of a task tells TransformerEngine where documents begin."""
+    """Whether the version of a task tells TransformerEngine where documents begin."""
     return task_version(task) in BOUNDARY_VERSIONS
 
 
 def has_boundaries(config: ArgumentImport) -> bool:
-    """Tell whether a list of arguments tells TransformerEngine where documents begin."""
+    """Whether a list of arguments tells TransformerEngine where documents begin."""
     return config.parsed.known.has(BOUNDARIES) and bool(config.get(BOUNDARIES))
 
 
 def reads_mask(config: ArgumentImport) -> bool:
-    """Tell whether attention reads the mask that --reset-attention-mask makes: Megatron's own, unfused, does."""
+    """Whether attention reads the mask that --reset-attention-mask makes: Megatron's own, unfused, does."""
     return config.get("transformer_impl") == "local" and not config.get("masked_softmax_fusion")
 
 
@@ -170,7 +170,7 @@ def read_resume(config: ArgumentImport) -> Any:
 
 
 def writes_tensorboard(task: EngineTask) -> bool:
-    """Tell whether there is a folder for TensorBoard: the profiler writes its traces there, too."""
+    """Whether there is a folder for TensorBoard: the profiler writes its traces there, too."""
     return task.recipe.observe.tensorboard is not False or profiles(task)
 
 

@@ -198,7 +198,7 @@ def _notes(task: EngineTask, settings: MegatronSettings) -> Iterator[str]:
 
 
 def _swaps_groups(task: EngineTask, settings: MegatronSettings) -> bool:
-    """Tell whether later stages load the parameter groups of the first in another order than they have them.
+    """Whether later stages load the parameter groups of the first in another order than they have them.
 
     Versions before 0.14.0 load them by number. A stage numbers them as its parameters come: the first begins with an
     embedding, which is decayed, and one of local layers with a norm, which is not.

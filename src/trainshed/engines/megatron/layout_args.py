@@ -16,7 +16,7 @@ _FSDP = {"zero2": "optim_grads", "full": "optim_grads_params"}
 
 
 def uses_fsdp(layout: RankLayout) -> bool:
-    """Tell whether gradients or weights are shared out, which is Megatron's FSDP."""
+    """Whether gradients or weights are shared out, which is Megatron's FSDP."""
     return layout.shard in _FSDP
 
 
@@ -157,5 +157,5 @@ def read_recompute(config: ArgumentImport) -> Any:
 
 
 def slides_over_ranks(task: EngineTask) -> bool:
-    """Tell whether a window slides over several context-parallel ranks."""
+    """Whether a window slides over several context-parallel ranks."""
     return task.layout.cp > 1 and task.config.sliding_window is not None

@@ -45,17 +45,17 @@ _VOCABULARY = ("vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"
 
 
 def has_experts(task: EngineTask) -> bool:
-    """Tell whether a task trains a mixture of experts."""
+    """Whether a task trains a mixture of experts."""
     return task.config.moe is not None
 
 
 def has_latents(task: EngineTask) -> bool:
-    """Tell whether a task trains a model with latent attention."""
+    """Whether a task trains a model with latent attention."""
     return task.config.mla is not None
 
 
 def groups_experts(task: EngineTask) -> bool:
-    """Tell whether the products of all experts are one; before 0.16 only bf16 has that, and fp8 on top of it."""
+    """Whether the products of all experts are one; before 0.16 only bf16 has that, and fp8 on top of it."""
     any_precision = task_version(task) in since("0.16.1")
     return has_experts(task) and (any_precision or task.recipe.train.precision in ("bf16", "fp8"))
 
@@ -71,7 +71,7 @@ def padded_vocabulary(task: EngineTask) -> int:
 
 
 def has_tokenizer(task: EngineTask) -> bool:
-    """Tell whether Megatron reads a tokenizer; a NullTokenizer takes its place where there is none to read."""
+    """Whether Megatron reads a tokenizer; a NullTokenizer takes its place where there is none to read."""
     return task.recipe.tokenizer is not None and not task.recipe.data.synthetic
 
 
@@ -197,10 +197,10 @@ def _matching_preset(config: ModelConfig) -> str | None:
 
 
 def imports_experts(config: ArgumentImport) -> bool:
-    """Tell whether a list of arguments is of a mixture of experts."""
+    """Whether a list of arguments is of a mixture of experts."""
     return bool(config.get("num_experts"))
 
 
 def imports_latents(config: ArgumentImport) -> bool:
-    """Tell whether a list of arguments is of a model with latent attention."""
+    """Whether a list of arguments is of a model with latent attention."""
     return bool(config.get("multi_latent_attention"))

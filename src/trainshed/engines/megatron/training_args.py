@@ -44,7 +44,7 @@ def run_length(task: EngineTask) -> RunLength:
 
 
 def has_ramp(task: EngineTask) -> bool:
-    """Tell whether the batch grows: Megatron then counts in samples, not in steps."""
+    """Whether the batch grows: Megatron then counts in samples, not in steps."""
     return task.recipe.train.batch_ramp is not None
 
 
@@ -326,7 +326,7 @@ def read_precision(config: ArgumentImport) -> str:
 
 
 def is_fp8(task: EngineTask) -> bool:
-    """Tell whether products are made in fp8."""
+    """Whether products are made in fp8."""
     return task.recipe.train.precision == "fp8"
 
 
@@ -362,5 +362,5 @@ def read_router(config: ArgumentImport) -> Any:
 
 
 def imports_fp8(config: ArgumentImport) -> bool:
-    """Tell whether a list of arguments makes products in fp8."""
+    """Whether a list of arguments makes products in fp8."""
     return config.get("fp8") is not None

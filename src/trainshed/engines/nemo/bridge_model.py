@@ -33,7 +33,7 @@ _ACTIVATIONS = {
 
 
 def has_architecture(task: EngineTask) -> bool:
-    """Tell whether the script says the architecture; base weights bring their own."""
+    """Whether the script says the architecture; base weights bring their own."""
     return task.recipe.model.from_ is None
 
 

@@ -16,13 +16,13 @@ _SECTION = "model.data"
 
 
 def is_gpt2(task: EngineTask) -> bool:
-    """Tell whether the recipe's tokenizer is GPT-2's own."""
+    """Whether the recipe's tokenizer is GPT-2's own."""
     name = task.recipe.tokenizer if isinstance(task.recipe.tokenizer, str) else ""
     return name.startswith("hf://") and name.rpartition("/")[2].partition("@")[0] == _GPT2_TOKENIZER_NAME
 
 
 def is_not_gpt2(task: EngineTask) -> bool:
-    """Tell whether the tokenizer is read from files of the Hub's form."""
+    """Whether the tokenizer is read from files of the Hub's form."""
     return not is_gpt2(task)
 
 
@@ -59,12 +59,12 @@ READS_MASK = {"model.transformer_engine": False, "model.get_attention_mask_from_
 
 
 def reads_mask(config: ConfigImport) -> bool:
-    """Tell whether a file's attention reads the mask that `reset_attention_mask` makes."""
+    """Whether a file's attention reads the mask that `reset_attention_mask` makes."""
     return all(config.get(key) == value for key, value in READS_MASK.items())
 
 
 def is_synthetic(config: ConfigImport) -> bool:
-    """Tell whether a file trains on random tokens."""
+    """Whether a file trains on random tokens."""
     return config.get(f"{_SECTION}.data_impl") == "mock"
 
 

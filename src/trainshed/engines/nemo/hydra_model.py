@@ -31,7 +31,7 @@ _FAMILY_KEYS = (
 
 
 def has_experts(task: EngineTask) -> bool:
-    """Tell whether a task trains a mixture of experts."""
+    """Whether a task trains a mixture of experts."""
     return task.config.moe is not None
 
 

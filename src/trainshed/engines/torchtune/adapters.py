@@ -22,12 +22,12 @@ WITHOUT_DORA = ("llama3_1_405b",)
 
 
 def trains_adapters(task: EngineTask) -> bool:
-    """Tell whether a task trains adapters."""
+    """Whether a task trains adapters."""
     return task.recipe.train.lora is not None
 
 
 def has_adapters(config: ConfigImport) -> bool:
-    """Tell whether a configuration trains adapters."""
+    """Whether a configuration trains adapters."""
     return "model.lora_rank" in config or "lora_rank" in config
 
 

@@ -187,7 +187,7 @@ def _shares(config: ConfigImport) -> dict[str, int] | None:
 
 
 def _validates_on_own(config: ConfigImport) -> bool:
-    """Tell whether validation reads another dataset than training does."""
+    """Whether validation reads another dataset than training does."""
     own = _read_path(config, "dataset_val")
     return own is not None and own != _read_path(config, "dataset")
 
@@ -203,7 +203,7 @@ def read_shares(config: ConfigImport) -> Any:
 
 
 def validates(task: EngineTask) -> bool:
-    """Tell whether a task measures the loss on other documents."""
+    """Whether a task measures the loss on other documents."""
     return task.recipe.data.validation is not None
 
 

@@ -1,4 +1,4 @@
-"""Who is told what happens to a job: the `notify` of its recipe and of its cluster file."""
+"""The messages about a job to the recipients in `notify` of its recipe and of its cluster file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE
 
 @contextmanager
 def notify_of_job(job: JobFile, folder: Path, secrets: Mapping[str, str] | None = None) -> Iterator[Notifier]:
-    """Tell of what happens to the run of a job; `folder` has its files. A job without a recipe tells nobody.
+    """Send messages about the run of a job; `folder` has its files. A job without a recipe has no recipients.
 
     `secrets` are values that are not in the environment of this process.
     """

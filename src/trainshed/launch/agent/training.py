@@ -250,7 +250,7 @@ def _failure_text(record: NodeRecord) -> str:
 
 
 def _at_most_every(seconds: float, check: Callable[[], bool]) -> Callable[[], bool]:
-    """Return a check that is made at most so often, as it reads a disk that a thousand nodes share."""
+    """Return a check that is repeated after `seconds` at the earliest: it reads a disk that a thousand nodes share."""
     checked_at, result = 0.0, False
 
     def rare_check() -> bool:

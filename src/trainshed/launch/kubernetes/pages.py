@@ -27,7 +27,7 @@ from trainshed.reporting import Reporter
 from trainshed.run_folder import CLUSTER_FILE, TENSORBOARD
 
 _OPEN_SECONDS = 12 * 3600
-"""A page whose opener was killed does not stay for ever."""
+"""A page ends after this time even if the command that opened it was killed."""
 _SCHEDULING_SECONDS = 900.0
 _LOOK_SECONDS = 2.0
 _MEMORY = "2Gi"
@@ -50,7 +50,7 @@ def page_job(cluster: Cluster, page: Page, run: str, job: str | None, port: int)
 
 
 def _with_code_in_config_maps(cluster: Cluster) -> Cluster:
-    """A page is opened with the permissions of kubectl alone: nothing is put into the store for it."""
+    """Return the cluster with our code in ConfigMaps: who opens a page may have no access to the store."""
     kubernetes = cluster.on_kubernetes
     if kubernetes.code == "image":
         return cluster

@@ -99,15 +99,6 @@ def reference_rate(measured: Sequence[PairRate]) -> float | None:
     return statistics.median(values[: max(1, len(measured) // 2)]) if values else None
 
 
-def shortfalls(measured: Sequence[PairRate]) -> Mapping[tuple[int, int], float]:
-    """Return by what fraction each pair is slower than the others; 1 if it did not finish."""
-    reference = reference_rate(measured)
-    return {
-        pair.nodes: 1.0 if pair.gb_per_s is None or not reference else 1 - pair.gb_per_s / reference
-        for pair in measured
-    }
-
-
 def _pair_verdict(pair: PairRate, measured: Sequence[PairRate], rules: PairRules) -> Literal["pass", "warn", "replace"]:
     if pair.gb_per_s is None or (rules.bad_below_gb_per_s is not None and pair.gb_per_s < rules.bad_below_gb_per_s):
         return "replace"

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import orjson
 
-from trainshed.errors import TrainshedError
 from trainshed.run_folder import HEALTH
 
 CheckVerdict = Literal["pass", "warn", "fail", "skipped"]
@@ -131,13 +130,6 @@ class PreflightVerdict:
             plain["fabric"],
             plain["seconds"],
         )
-
-    def raise_unless_ready(self, where: str | None = None) -> None:
-        """Raise if training should not start."""
-        if self.outcome in ("replace", "fail"):
-            hints = [check.hint for report in self.nodes for check in failed_checks(report.checks) if check.hint]
-            hints += [check.hint for check in failed_checks(self.checks) if check.hint]
-            raise TrainshedError(self.sentence, where=where, hint=hints[0] if hints else None)
 
 
 def newest_verdict(run: Path) -> PreflightVerdict | None:

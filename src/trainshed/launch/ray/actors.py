@@ -2,7 +2,7 @@
 
 The process is a child and not the actor itself: when it crashes, the actor can still report how; when it hangs, the
 actor can end it. When the actor dies (killed, its node low on memory, its driver gone), the kernel kills the child, and
-a watcher what that has started.
+a watcher kills what the child has started.
 """
 
 from __future__ import annotations

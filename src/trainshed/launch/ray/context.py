@@ -86,7 +86,7 @@ def locate(references: Sequence[Any], stage: Stage) -> list[ActorLocation]:
 
 
 def actor_options(bundle: dict[str, float]) -> dict[str, Any]:
-    """Return the options of an actor that takes so much."""
+    """Return the options of an actor that takes these resources."""
     options = {CPU: "num_cpus", GPU: "num_gpus", MEMORY: "memory"}
     known: dict[str, Any] = {options[name]: amount for name, amount in bundle.items() if name in options}
     others = {name: amount for name, amount in bundle.items() if name not in options}
@@ -94,7 +94,7 @@ def actor_options(bundle: dict[str, float]) -> dict[str, Any]:
 
 
 def node_prologue(context: RayJobContext, stage: Stage) -> tuple[str, ...]:
-    """What a node runs first: the site's lines, and what its fabric needs besides; pods have that already."""
+    """What a node runs first: the site's lines, then those of its fabric; pods have the latter already."""
     cluster, site_setup = context.cluster, context.site_setup
     if cluster.target != "ray":
         return site_setup

@@ -127,7 +127,7 @@ def _run_stage(context: RayJobContext, stage: Stage) -> int:
 
 
 def _run_cpu_stage_with_retries(context: RayJobContext, stage: Stage) -> int:
-    """Run a stage without GPUs; what another try might not have, a bucket that is away, say, is tried again."""
+    """Run a stage without GPUs; retry failures that may pass, such as a bucket that does not answer."""
     for retry in range(CPU_STAGE_RETRIES + 1):
         try:
             return run_cpu_stage(context, stage).exit_code
@@ -410,11 +410,11 @@ class AgentGroup:
         )
         if not isinstance(failure, LostActor):
             self._context.report_log(f"the agent of node {slot} {failure.end_text}", failure.log_tail)
-        # Without an attempt the first agent would wait for a node that never comes.
+        # Without an attempt the first agent would wait for a node that never joins.
         return slot != 0 and order is not None
 
     def _record_lost_nodes(self, order: AgentOrder) -> None:
-        """Write the records that agents which are gone cannot write, so that the others need not miss them first."""
+        """Write the records of agents that are gone, so that the others need not wait for their missing heartbeats."""
         assert order.attempt is not None
         records = AttemptRecords(self._context.run_folder, order.attempt)
         for slot, text in self._lost.items():
@@ -443,7 +443,7 @@ class AgentGroup:
         )
 
     def _tell_failure(self, error: TrainshedError) -> None:
-        """Tell of a failure that the first agent cannot tell of, since it is gone."""
+        """Send the message of a failure to `notify`, since the first agent, which would send it, is gone."""
         context = self._context
         try:
             secrets = read_secrets(context.cluster.secrets)

@@ -74,7 +74,7 @@ def reserve_nodes(
     on_wait: Callable[[str], None],
     seconds: float = READY_SECONDS,
 ) -> Generator[Any]:
-    """Hold a placement group with one bundle on each of so many nodes.
+    """Hold a placement group with one bundle on each of `nodes` nodes.
 
     `avoided_nodes` are Ray's ids of nodes to leave out. `on_wait` is called with the reason when it takes long.
     """
@@ -126,7 +126,7 @@ def count_fitting_nodes(bundle: Mapping[str, float], avoided_nodes: Collection[s
 
 
 def describe_shortage(nodes: int, bundle: Mapping[str, float]) -> str:
-    """Describe what is missing for so many nodes of this size, from what the cluster has now."""
+    """Describe what the cluster lacks now for `nodes` nodes of this size."""
     import ray
 
     needed = f"{nodes} {'nodes' if nodes > 1 else 'node'} with {format_bundle(bundle)}"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import posixpath
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainshed.errors import InputError, NotFound, TrainshedError
+from trainshed.launch.attempt import growing_lines
 from trainshed.launch.job import Job, Stage
 from trainshed.launch.slurm.client import SlurmClient, parse_scontrol
 from trainshed.launch.slurm.render import FIRST_COMMAND, render, serving_port
@@ -91,20 +91,11 @@ class SlurmTarget:
         """Yield the lines of a stage's log: the output of its script, or the log of one rank of the training."""
         path = self._log_path(submitted, stage, rank, attempt)
         seconds = _REMOTE_FOLLOW_SECONDS if self._client.is_remote else _FOLLOW_SECONDS
-        offset, partial_line = 0, b""
-        while True:
-            # Asked before reading, so that what was written before the end is still read.
-            is_active = follow and self._is_active(submitted, stage)
-            new = self._client.read(path, offset) or b""
-            offset += len(new)
-            *lines, partial_line = (partial_line + new).split(b"\n")
-            for line in lines:
-                yield line.decode(errors="replace") + "\n"
-            if not is_active:
-                break
-            time.sleep(seconds)
-        if partial_line:
-            yield partial_line.decode(errors="replace")
+        yield from growing_lines(
+            lambda offset: self._client.read(path, offset) or b"",
+            lambda: follow and self._is_active(submitted, stage),
+            seconds,
+        )
 
     def cancel(self, submitted: SubmittedJob) -> tuple[str, ...]:
         """End every stage that has not ended."""

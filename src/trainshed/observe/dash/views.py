@@ -36,7 +36,7 @@ _MOST_LINES = 500
 _MOST_ANSWERED_STEPS = 60
 _SOURCES_SECONDS = 3.0
 _FEW_RANKS = 64
-"""Up to so many ranks, the history of each is shown at once."""
+"""With at most this many ranks, the history of all of them is shown at once."""
 
 
 class Dashboard:

@@ -76,7 +76,7 @@ class LogReader:
 
 
 def read_lines(lines: Iterable[str]) -> tuple[list[LogEvent], LogReader]:
-    """Read a log that is there as a whole; returns its events, and the reader for what it says besides."""
+    """Read a log that is there as a whole; returns its events, and the reader, whose `facts` are what else it says."""
     reader = LogReader()
     events = [event for line in lines for event in reader.feed(line if line.endswith("\n") else f"{line}\n")]
     return events, reader

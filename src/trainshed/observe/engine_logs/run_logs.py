@@ -218,7 +218,7 @@ def _stamp(attempt: int, moment: float) -> dict[str, Any]:
 
 
 class ReadLog:
-    """A log that was read as a whole: its events, and what it says besides."""
+    """A log that was read as a whole: its events, and what else it says."""
 
     def __init__(self, address: str, options: StoreOptions | None = None) -> None:
         store, path = open_store(address, options)

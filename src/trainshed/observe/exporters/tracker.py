@@ -183,7 +183,7 @@ class TrackerExporter:
                 return
 
     def _take_batch(self) -> tuple[list[FigurePoint], bool]:
-        """Wait for a point, then take what else is there; the second value says that there is no more."""
+        """Wait for a point, then take all others in the queue; the second value says that the queue was closed."""
         points: list[FigurePoint] = []
         item = self._queue.get()
         while item is not None:

@@ -15,7 +15,7 @@ from trainshed.observe.exporters.tracker import Tracker
 from trainshed.recipe.exporters import WandbProject
 
 _INIT_SECONDS = 25.0
-"""Less than the end of a run waits: a server that is not there is said as that."""
+"""Shorter than the wait at the end of a run, so that a server which does not answer is reported as such."""
 _SERVICE = "wandb-core"
 
 

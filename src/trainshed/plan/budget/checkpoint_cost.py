@@ -70,7 +70,7 @@ class CheckpointCost:
 def checkpoint_bytes(weights: int, engine: str = "torch", *, averaged: bool = False) -> int:
     """Return the size of a checkpoint; names, headers and checksums are below a thousandth of it.
 
-    `averaged` weights are saved besides, in fp32. Narrow states and Muon's single average are not counted off.
+    `averaged` weights are saved too, in fp32. Narrow states and Muon's single average are not counted off.
     """
     return weights * (BYTES_PER_WEIGHT[engine] + (4 if averaged else 0))
 
@@ -102,7 +102,7 @@ def checkpoint_cost(
     engine: str = "torch",
     averaged: bool = False,
 ) -> CheckpointCost:
-    """Return what a checkpoint of a model with so many weights costs; state is assumed to be evenly divided."""
+    """Return what a checkpoint of a model with `weights` weights costs; state is assumed to be evenly divided."""
     size = checkpoint_bytes(weights, engine, averaged=averaged)
     counts = writers_by_node(layout, hardware.gpus_per_node, engine)
     writers = sum(counts.values())

@@ -126,7 +126,7 @@ def token_supply(
     engine: str = "torch",
     corpus_tokens: int | None = None,
 ) -> TokenSupply:
-    """Return whether reading keeps up; latencies are counted one after the other, sample by sample, as a rank reads."""
+    """Return what reading a step's tokens costs; latencies add up, since a rank reads sample by sample."""
     width, readers = bytes_per_token(training.model.vocab_size), readers_per_token(layout, engine)
     nodes = ceil(training.gpus / training.hardware.gpus_per_node)
     step_bytes = float(training.tokens_per_step) * width * readers

@@ -1,8 +1,8 @@
 """Whether what a run leaves fits on its volume: checkpoints, base weights, exported weights, prepared tokens.
 
-The most that lies there at once counts. A checkpoint is removed when a newer one is complete, so that there is one more
-than the recipe keeps. Tokens that are prepared on the way have a size only then: what one reading of them takes is said
-beside it, and counts in no refusal.
+What counts is the most that is there at one time. A checkpoint is removed when a newer one is complete, so there is one
+more than the recipe keeps. Tokens that the run prepares itself have a known size only then: an estimate of one reading
+of them is reported, and no run is refused for it.
 """
 
 from __future__ import annotations

@@ -441,7 +441,7 @@ def _exposed_seconds(communication: float, compute: float, slowdown: float) -> f
 def _optimizer_seconds(training: TrainingShape, layout: RankLayout, rank: int) -> float:
     """Read and write the states once: 16 bytes per trained weight, with gradients and weights 30.
 
-    An average of the weights is read and written besides, and the weights are read for it: 12. Muon has another way.
+    An average of the weights is read and written too, and the weights are read for it: 12. Muon has another way.
     """
     kernels, options = KernelTimes(training), training.options
 

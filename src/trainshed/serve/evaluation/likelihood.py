@@ -23,7 +23,7 @@ PASS_TOKENS = {"cpu": 1024, "cuda": 8192}
 """How many tokens one pass runs. On a CPU more do not make a token cheaper; a GPU wants large products."""
 _SHORTEST_SHARED_CONTEXT = 16
 """In tokens. Members of a group run one after another, so what they share must be worth more than running together."""
-# Logits of so many elements are computed at a time.
+# The most elements of logits that are computed at a time.
 _LOGITS_ELEMENTS = 1 << 24
 
 

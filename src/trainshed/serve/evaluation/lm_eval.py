@@ -9,7 +9,6 @@ lm-eval is imported by this module, and it imports half a machine: import it whe
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import random
 import tempfile
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TQDM_DISABLE", "1")  # progress is told by our reporter; tqdm reads this when it is imported
+os.environ.setdefault("TQDM_DISABLE", "1")  # our reporter shows the progress; tqdm reads this when it is imported
 
 import numpy as np
 import orjson
@@ -33,7 +32,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from trainshed.errors import InputError, TrainshedError
-from trainshed.reporting import SILENT, ProgressTask, Reporter
+from trainshed.reporting import SILENT, ProgressTask, Reporter, quiet_loggers
 from trainshed.serve.evaluation.completions_client import CompletionsServer
 from trainshed.serve.evaluation.likelihood import Continuation, LikelihoodScorer
 from trainshed.serve.evaluation.questions import TextRequest, generate_texts
@@ -58,20 +57,14 @@ def quiet() -> Iterator[None]:
     """Keep lm-eval and datasets from writing to the terminal; what goes wrong is raised."""
     import datasets
 
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "httpx")]
-    levels = [logger.level for logger in loggers]
-    shown = datasets.are_progress_bars_disabled()
+    were_disabled = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), quiet_loggers("lm_eval", "datasets", "httpx"):
         warnings.simplefilter("ignore")  # of libraries about each other
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
         try:
             yield
         finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
-            if not shown:
+            if not were_disabled:
                 datasets.enable_progress_bars()
 
 

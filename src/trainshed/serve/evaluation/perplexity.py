@@ -51,11 +51,6 @@ class MeasuredLoss:
         return scores
 
 
-def rows_of_batches(order: DataOrder, batches: int) -> list[np.ndarray]:
-    """Return the samples of the first batches of an order: those that the engine's validation reads."""
-    return [order.sample_indices(batch) for batch in range(batches)]
-
-
 def every_row(order: DataOrder) -> list[np.ndarray]:
     """Return every sample of an order's only source once."""
     (source,) = order.sources

@@ -70,7 +70,7 @@ class EvaluationReport:
         return "; ".join(parts)
 
     def gate_text(self) -> str | None:
-        """Say whether the gate is passed; None where there is none."""
+        """Say whether the gate is passed; None where there is no gate."""
         if self.at_least is None or self.question_score is None:
             return None
         verb = "passed" if self.passed else "NOT passed"
@@ -104,7 +104,7 @@ def check_eval_inputs(recipe: Recipe, options: StoreOptions | None = None) -> No
 
 @contextmanager
 def _errors_at(recipe: Recipe, key: str) -> Iterator[None]:
-    """Let an error about what a recipe names stand at its key, in the recipe's words."""
+    """Report an error about something that a recipe names at its key, in the recipe's words."""
     try:
         yield
     except (InputError, NotFound) as error:

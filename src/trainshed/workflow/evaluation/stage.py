@@ -128,7 +128,7 @@ class EvaluationBesideTraining:
         with suppress(OSError):
             if kind is None:
                 process.stdin.write(f"{_END}\n".encode())
-            process.stdin.close()  # without the word it ends at once
+            process.stdin.close()  # without `end` before it, the process stops at once
         if kind is None and process.poll() is None:
             self._reporter.note(f"an evaluation is still under way beside the training ({EVALUATION_LOG})")
         process.wait()

@@ -1,1 +1,1 @@
-"""Many runs of one recipe: which values they have, who starts them, what they come to, and scaling laws from them."""
+"""Many runs of one recipe: their values, who starts them, their results, and scaling laws from them."""

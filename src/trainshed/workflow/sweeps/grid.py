@@ -26,7 +26,7 @@ _DIGITS = 3
 _DRAWS_PER_POINT = 100
 """Significant digits of a drawn value: more would make longer names and not a better search."""
 MOST_POINTS = 10_000
-"""A grid beyond this is a slip of the pen."""
+"""A larger grid is most likely a typing error."""
 NOT_SWEPT = ("name", "store", "cluster.store", "cluster.name", "cluster.target")
 """Keys that say where runs are kept: runs of one sweep are kept in one place."""
 

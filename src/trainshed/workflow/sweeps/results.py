@@ -1,4 +1,4 @@
-"""What the runs of a sweep have come to: their figures from their folders, as a table and as one page."""
+"""The results of a sweep: the figures of its runs, read from their folders, as a table and as one page."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import ceil, isfinite
 from typing import Any
 
-from trainshed.errors import CorruptData, NotFound, TrainshedError
-from trainshed.launch.stored_run import exists, stored_run_status
+from trainshed.errors import TrainshedError
+from trainshed.launch.stored_run import exists, prepared_length, stored_run_status
 from trainshed.observe.engine_logs.run_logs import read_run_events
 from trainshed.observe.event_log import completed_steps
 from trainshed.observe.metrics import RunMetrics, measure_events
@@ -17,7 +17,6 @@ from trainshed.observe.run_facts import read_run_recipe, run_facts
 from trainshed.plan.model_shape import model_shape
 from trainshed.plan.report.line_chart import SERIES_COLOURS, ChartSeries, html_document, html_table, line_chart
 from trainshed.recipe import Recipe
-from trainshed.run_folder import PREPARED_FILE, read_prepared
 from trainshed.storage import Store
 
 _CURVE_POINTS = 300
@@ -67,7 +66,7 @@ class RunFigures:
 
 
 def is_finished(store: Store, recipe: Recipe, steps: int | None) -> bool:
-    """Say whether a run is done as this recipe asks: all its steps, and its export where there is one."""
+    """Whether a run is done as this recipe asks: all its steps, and its export where there is one."""
     if not exists(store):
         return False
     status = stored_run_status(store, steps)
@@ -81,14 +80,7 @@ def is_finished(store: Store, recipe: Recipe, steps: int | None) -> bool:
         return done == steps
     # Its length follows from the data, and is known since it was prepared.
     same_length = (stored.train.tokens, stored.train.epochs) == (recipe.train.tokens, recipe.train.epochs)
-    return same_length and done is not None and done == _prepared_steps(store)
-
-
-def _prepared_steps(store: Store) -> int | None:
-    try:
-        return read_prepared(store.read(PREPARED_FILE), store.url).get("steps")
-    except (NotFound, CorruptData):
-        return None
+    return same_length and done is not None and done == prepared_length(store)
 
 
 def read_figures(store: Store) -> RunFigures:

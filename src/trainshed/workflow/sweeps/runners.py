@@ -144,7 +144,7 @@ class LocalSweepRunner:
         return ("failed", status.progress.last_error or status.reason) if status.state == "failed" else ("waiting", "")
 
     def is_prepared(self, point: SweepPoint) -> bool:
-        """Say whether tokens, tokenizer and base weights are there."""
+        """Whether tokens, tokenizer and base weights are there."""
         return self._store(point).head(PREPARED_FILE) is not None
 
     def stop(self, points: Sequence[SweepPoint]) -> None:
@@ -251,7 +251,7 @@ class ClusterSweepRunner:
         return "waiting", "the scheduler does not know its job any more"
 
     def is_prepared(self, point: SweepPoint) -> bool:
-        """Say whether the stages before training have ended."""
+        """Whether the stages before training have ended."""
         stages = self._stages.get(point.run, ())
         return any(stage.stage == "prepare" and stage.state == "done" for stage in stages)
 

@@ -57,7 +57,7 @@ class SweepPoint:
 
     values: Values
     overrides: tuple[str, ...]
-    """All that is written after the recipe, the values among them."""
+    """All overrides, the swept values among them."""
     recipe: Recipe = field(repr=False)
     cluster: Cluster = field(repr=False)
     id: str
@@ -314,7 +314,7 @@ class SweepRunner(Protocol):
         ...
 
     def is_prepared(self, point: SweepPoint) -> bool:
-        """Say whether a run has all that others may share with it."""
+        """Whether a run has all that others may share with it."""
         ...
 
     def stop(self, points: Sequence[SweepPoint]) -> None:
