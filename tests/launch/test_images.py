@@ -139,6 +139,16 @@ def test_engines_have_the_versions_that_recipes_are_rendered_for() -> None:
     assert commits == ["878d65fe006b07ccef715ccc5ab521afb94e78a8"]
 
 
+@pytest.mark.parametrize("version", ["0.15.0", "0.16.1"])
+def test_a_megatron_that_no_recipe_can_name_says_what_to_write(
+    version: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["image", "build", "r/m:1", "--engine", "megatron", "--version", version, "--out", str(tmp_path)]
+    assert run_cli(words) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert (f"the arguments of Megatron-LM {version} are not known here" in said) == (version == "0.15.0")
+
+
 def test_shipped_clusters_say_how_their_image_is_built(tmp_path: Path) -> None:
     """The line in a file's head is a command that works."""
     folder, built = TESTS.parent / "clusters", 0

@@ -63,3 +63,8 @@ def test_the_gke_seed_trains_what_its_recipe_says() -> None:
     assert (model["micro_batch_size"], model["global_batch_size"], model["encoder_seq_length"]) == (1, 1024, 8192)
     assert model["fp8"] is True
     assert job.stage("train").nodes == 16
+
+
+def test_only_who_saves_is_told_how_long_a_checkpoint_takes() -> None:
+    told = {name: "a checkpoint in" in seed_job(name).notes[0] for name in ("gke-llama3-70b", "aks-gpt-175b")}
+    assert told == {"gke-llama3-70b": False, "aks-gpt-175b": True}

@@ -242,6 +242,8 @@ def _build_image(tag: str, request: ImageRequest, out: Path | None, tool: BuildT
     from trainshed.launch.images import CONTAINERFILE, build_commands, containerfile, find_tool
 
     text = containerfile(request)
+    if request.unknown_arguments is not None:
+        reporter().warn(request.unknown_arguments)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / CONTAINERFILE).write_text(text, encoding="utf-8", newline="\n")

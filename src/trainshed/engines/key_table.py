@@ -237,7 +237,7 @@ def mirror_problems(recipe: Recipe, engine: str) -> Iterator[Problem]:
         )
 
 
-_BENCHMARKED_WITHOUT_SAVING = ("NeMo",)
+_BENCHMARKED_WITHOUT_SAVING = ("NeMo", "Megatron")
 """Engines whose adapter can switch checkpoints off (`checkpoint: off`), or refuses it itself."""
 
 

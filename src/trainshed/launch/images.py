@@ -20,6 +20,7 @@ from importlib.metadata import requires
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from trainshed.engines.megatron.arguments import KNOWN_VERSIONS
 from trainshed.errors import InputError
 from trainshed.recipe.yaml_io import parse_yaml
 from trainshed.shipped import shipped_file
@@ -89,6 +90,18 @@ class ImageRequest:
     def engine_version(self) -> str | None:
         """The version of the engine, None for our own and for AMD's Megatron-LM, whose image has one."""
         return self.version or (_parts()[f"{self.engine}_default"] if self._versions else None)
+
+    @property
+    def unknown_arguments(self) -> str | None:
+        """Say what to write in a recipe for an engine whose arguments are not known; None where they are."""
+        version = self.engine_version
+        if self.engine != "megatron" or version is None or version in KNOWN_VERSIONS:
+            return None
+        return (
+            f"the arguments of Megatron-LM {version} are not known here: write the nearest of "
+            f"{', '.join(KNOWN_VERSIONS)} as engine.version; the stage `image` holds every argument against the parser "
+            "of the image"
+        )
 
     @property
     def base_image(self) -> str:

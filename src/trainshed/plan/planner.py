@@ -210,7 +210,7 @@ def _run_terms(
         machine=machine,
         storage=cluster_storage(cluster),
         steps=model.steps,
-        checkpoint_every=checkpoint.every if checkpoint is not None and checkpoint.save else None,
+        checkpoint_every=recipe.checkpoint.every if recipe is not None and recipe.saves_by_steps else None,
         keep=checkpoint.kept if checkpoint is not None else 3,
         asynchronous=checkpoint.async_ if checkpoint is not None else True,
         mtbf_hours=cluster.mtbf_hours,

@@ -418,6 +418,16 @@ class Recipe(WrittenFile):
         """Whether the export goes to a repository of the Hub."""
         return self.export is not None and self.export.to is not None and self.export.to.startswith("hf://")
 
+    @property
+    def saves_by_steps(self) -> bool:
+        """Whether it saves at `checkpoint.every`.
+
+        torchtune 0.6.1 saves after every pass over the data, and so does every torchtune that trains adapters.
+        """
+        if self.engine.name != "torchtune":
+            return self.checkpoint.save
+        return self.train.lora is None and self.engine.version not in (None, "0.6.1")
+
     def _saving_problems(self) -> Iterator[Problem]:
         if self.checkpoint.save:
             return

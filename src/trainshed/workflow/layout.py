@@ -351,7 +351,7 @@ def plan_on_cluster(
         placement=placement,
         save_seconds=plan.budget.checkpoint.write_seconds,
         reasons=tuple(_reasons(plan)),
-        notes=(_headline(plan, plan.budget), *plan.notes),
+        notes=(_headline(plan, plan.budget, saves=recipe.checkpoint.save), *plan.notes),
         predicted=_predicted(plan, plan.budget),
         phase_layouts=check_phases(recipe, model, plan.chosen.layout),
         cost=plan.budget.run,
@@ -452,10 +452,10 @@ def _plan_on_cpus(recipe: Recipe, cluster: Cluster, model: PlannedModel, nodes: 
     return PlannedRun(layout, placement, None, reasons, notes, phase_layouts=own_layouts)
 
 
-def _headline(plan: Plan, budget: RunBudget) -> str:
+def _headline(plan: Plan, budget: RunBudget, *, saves: bool) -> str:
     chosen, training = plan.chosen, plan.request.training
     saving = budget.checkpoint.write_seconds
-    saved = f", a checkpoint in {saving:.0f} s" if saving is not None else ""
+    saved = f", a checkpoint in {saving:.0f} s" if saving is not None and saves else ""
     run = budget.run
     hours = f", {run.hours:.1f} hours" if run is not None else ""
     cost = f" and {run.cost:,.0f} dollars" if run is not None and run.cost is not None else ""

@@ -10,6 +10,7 @@ import pytest
 from support.recipes.megatron_tasks import RUN, megatron_recipe, megatron_task, task_of
 from trainshed.catalog import model_preset
 from trainshed.engines.megatron import megatron_launch
+from trainshed.engines.megatron.arguments import KNOWN_VERSIONS
 from trainshed.errors import InputError, RecipeError
 from trainshed.recipe import RopeScaling, parse_recipe
 
@@ -253,6 +254,16 @@ def test_old_checkpoints_are_removed_by_a_program_of_the_job() -> None:
     assert any("removes all but the newest 2" in note for note in launch.notes)
     all_kept = megatron_launch(megatron_task("llama3-8b", "checkpoint.keep=null"))
     assert (all_kept.companion, program in all_kept.files) == ((), False)
+
+
+@pytest.mark.parametrize("version", KNOWN_VERSIONS)
+def test_a_benchmark_saves_nothing(version: str) -> None:
+    launch = megatron_launch(megatron_task("llama3-8b", "checkpoint=off", f"engine.version={version}"))
+    assert not [word for word in launch.arguments if "save" in word or "async" in word or "ckpt-worker" in word]
+    assert (launch.companion, launch.last_checkpoint) == ((), None)
+    assert "programs/keep_checkpoints.py" not in launch.files
+    assert any("saves nothing" in note for note in launch.notes)
+    assert "--save" in words(f"engine.version={version}")
 
 
 def test_nothing_of_the_run_lies_outside_its_folder() -> None:

@@ -39,6 +39,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 OTHERS = (
     "train.batch_ramp={start: 128, increment: 64, samples: 4000}",
     "checkpoint={every: 10, async: false}",
+    "checkpoint=off",
     "checkpoint.resume=must",
     "data={synthetic: true, sequence_length: 1024}",
     "data={sequence_length: 1024, train: [{path: a}], split: {train: 0.99, validation: 0.01}}",

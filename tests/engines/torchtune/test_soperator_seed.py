@@ -7,6 +7,7 @@ import yaml
 
 from support.recipes.foreign_tasks import FILES
 from trainshed.engines.keys import flatten
+from trainshed.engines.torchtune.versions import DEFAULT_VERSION, VERSIONS, torchtune_version
 from trainshed.launch.job import CodeArchive
 from trainshed.recipe import load_cluster, load_recipe
 from trainshed.workflow.submit import build_job
@@ -64,3 +65,17 @@ def test_our_file_is_the_seeds_key_by_key_but_for_what_is_said(kind: str) -> Non
     assert {key: ours[key] for key in ours if key not in seed} == {
         key: value for key, value in defaults.items() if key not in seed
     }
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_nobody_is_advised_on_saves_by_steps_that_torchtune_does_not_make(kind: str) -> None:
+    code = CodeArchive("code.tar.xz", "0" * 64, b"code")
+    job = build_job(load_recipe(RECIPES[kind]), load_cluster("soperator-h100"), offline=True, code=code)
+    assert not [note for note in job.notes if "between two saves" in note or "saving every" in note]
+
+
+def test_recipes_know_which_versions_save_by_steps() -> None:
+    for version in VERSIONS:
+        recipe = load_recipe(RECIPES["full"], (f'engine={{name: torchtune, version: "{version}"}}',))
+        assert recipe.saves_by_steps == torchtune_version(version).saves_by_steps
+    assert load_recipe(RECIPES["full"]).saves_by_steps == torchtune_version(DEFAULT_VERSION).saves_by_steps

@@ -145,6 +145,14 @@ def _is_prepared(task: EngineTask) -> bool:
     return not task.recipe.data.synthetic
 
 
+def _saves(task: EngineTask) -> bool:
+    return task.recipe.checkpoint.save
+
+
+def _saves_async(task: EngineTask) -> bool:
+    return task.recipe.checkpoint.save and task.recipe.checkpoint.async_
+
+
 def _must_resume(task: EngineTask) -> bool:
     return task.recipe.checkpoint.resume == "must"
 
@@ -471,7 +479,10 @@ _CHECKPOINT_ROWS = (
     KeyRow(
         ("save", "load"),
         "checkpoint",
-        lambda task: dict.fromkeys(("save", "load"), checkpoint_folder(task.site)),
+        lambda task: {
+            "save": checkpoint_folder(task.site) if _saves(task) else None,
+            "load": checkpoint_folder(task.site),
+        },
         drop=_RUN_FOLDER,
     ),
     KeyRow(
@@ -479,6 +490,7 @@ _CHECKPOINT_ROWS = (
         "checkpoint.every",
         lambda task: task.recipe.checkpoint.every or task.steps,
         read_saving,
+        when=_saves,
     ),
     # Megatron's FSDP knows no other.
     KeyRow(
@@ -488,12 +500,12 @@ _CHECKPOINT_ROWS = (
         drop="checkpoints are torch_dist (with Megatron's FSDP its own), which load on any layout",
     ),
     OPTIMIZER_FORMAT_ROW,
-    KeyRow(("async_save",), "checkpoint.async", lambda task: task.recipe.checkpoint.async_, _read_async),
+    KeyRow(("async_save",), "checkpoint.async", _saves_async, _read_async),
     # Without a worker that stays, --async-save is switched off with a warning.
     KeyRow(
         ("use_persistent_ckpt_worker",),
         "checkpoint.async",
-        lambda task: task.recipe.checkpoint.async_,
+        _saves_async,
         drop="it comes with checkpoint.async",
     ),
     # The other one is a package that not every image has.
@@ -501,7 +513,7 @@ _CHECKPOINT_ROWS = (
         "async_strategy",
         "mcore",
         _DECIDED_HERE,
-        when=lambda task: task.recipe.checkpoint.async_,
+        when=_saves_async,
         versions=versions_with("async_strategy"),
     ),
     follows("pretrained_checkpoint", "model.from", _base_folder, "model.from"),
@@ -589,6 +601,7 @@ MEGATRON_TABLE = KeyTable(
     unsaid={
         **{key: why for key, why in PRETRAINING_UNSAID.items() if key not in ("model.config.mla", _BIAS_UPDATE)},
         "checkpoint.keep": "Megatron deletes no checkpoints: another program of the job does",
+        "checkpoint.save": "without it Megatron is given no place to save in",
         "observe.dllogger": REFUSED,
     },
 )

@@ -108,21 +108,23 @@ def _last_checkpoint(task: EngineTask) -> tuple[str, str] | None:
     Where it cannot load a checkpoint (on another layout, say) it may end with exit code 0 before its first step. With
     a ramp it counts samples, and how many iterations those are is its own affair.
     """
-    if task.recipe.train.batch_ramp is not None:
+    if task.recipe.train.batch_ramp is not None or not task.recipe.checkpoint.save:
         return None
     return f"{checkpoint_folder(task.site)}/latest_checkpointed_iteration.txt", str(task.steps)
 
 
 def _retention_files(task: EngineTask) -> dict[str, str]:
     """Return the job's file that removes old checkpoints, where not all are kept."""
-    if task.recipe.checkpoint.keep is None:
-        return {}
-    return {KEEP_SCRIPT: _source_of(retention)}
+    return {} if _kept(task) is None else {KEEP_SCRIPT: _source_of(retention)}
+
+
+def _kept(task: EngineTask) -> int | None:
+    """Return how many checkpoints stay; None where there is nothing to remove."""
+    return task.recipe.checkpoint.keep if task.recipe.checkpoint.save else None
 
 
 def _retention_command(task: EngineTask) -> tuple[str, ...]:
-    keep = task.recipe.checkpoint.keep
-    if keep is None:
+    if (keep := _kept(task)) is None:
         return ()
     return ("python3", f"{task.site.job_folder}/{KEEP_SCRIPT}", checkpoint_folder(task.site), str(keep))
 
@@ -172,7 +174,9 @@ def _notes(task: EngineTask, settings: MegatronSettings) -> Iterator[str]:
             "after the first, where transformer-impl is local: take Transformer Engine's, or 0.14.0"
         )
     keep = recipe.checkpoint.keep
-    if keep is None:
+    if not recipe.checkpoint.save:
+        yield "Megatron saves nothing, not even at its end: checkpoint: off"
+    elif keep is None:
         yield "all checkpoints are kept: checkpoint.keep is null"
     else:
         yield f"Megatron deletes no checkpoints: the first node removes all but the newest {keep} (keep_checkpoints.py)"
