@@ -118,6 +118,16 @@ def test_a_layout_trains_groups_as_one_process_does(
     assert not [name for name in last if name.startswith("optimizer.") and name.endswith("embedding.weight")]
 
 
+def test_the_bias_of_a_frozen_router_stays(small_runs: SmallRuns) -> None:
+    folder, bias = small_runs.new_folder(), "model.layers.{}.mlp.router.score_bias"
+    groups = "train.optimizer={lr: 3.0e-3, groups: [{match: layers.1.*, freeze: true}]}"
+    keys = (groups, "model.config.layers=3", "train.steps=3")
+    small_runs.train(folder, "latent", ALONE, *keys)
+    last = state(folder, 3)
+    assert not last[bias.format(1)].any()
+    assert last[bias.format(2)].any()
+
+
 @pytest.mark.parametrize("precision", ["fp64", "bf16", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])
 def test_a_frozen_tensor_has_no_gradient_and_others_have_the_same(family: str, precision: str) -> None:
