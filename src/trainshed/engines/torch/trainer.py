@@ -173,12 +173,8 @@ class Trainer:
 
     def _restart_spike_window(self) -> None:
         """Forget the window at the start of a phase whose loss and norm are not comparable with those before it."""
-        if self.runner.spikes is None or self.job.phase is None or self.step != self.job.phase.span.start:
-            return
-        span = self.job.phase.span
-        before = self.job.phases[span.number - 1].span if span.number else span
-        same_batch = span.recipe.train.global_batch == before.recipe.train.global_batch
-        if not same_batch or (span.recipe.data, span.rope_base) != (before.recipe.data, before.rope_base):
+        begins = self.job.phase is not None and self.step == self.job.phase.span.start
+        if self.runner.spikes is not None and begins and not self.job.is_like_phase_before:
             self.runner.spikes.restart()
 
     def _end_profile(self) -> None:
