@@ -132,10 +132,12 @@ def _check_groups(recipe: Recipe, config: ModelConfig) -> None:
     groups, lora = recipe.train.optimizer.groups, recipe.train.lora
     if not groups or recipe.engine.name != "torch":
         return
-    trained = parameters(config) if lora is None else lora_parameters(config, lora)
+    trained = list(parameters(config) if lora is None else lora_parameters(config, lora))
+    buffers = [parameter.name for parameter in trained if parameter.buffer]
+    names = [parameter.name for parameter in trained if not parameter.buffer]
     problems = [
         Problem(("train", "optimizer", "groups", *problem.path), problem.what, problem.hint)
-        for problem in group_problems(groups, [parameter.name for parameter in trained])
+        for problem in group_problems(groups, names, buffers)
     ]
     if problems:
         raise recipe_error(problems, recipe.places)

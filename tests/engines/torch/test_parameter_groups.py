@@ -194,3 +194,15 @@ def test_a_group_that_an_earlier_one_leaves_nothing_is_refused() -> None:
 
 def test_a_model_that_is_frozen_as_a_whole_is_refused() -> None:
     assert problems("*", freeze=True) == ["(): every tensor is frozen: nothing would be trained; leave some out"]
+
+
+def test_the_bias_of_a_router_can_be_frozen_and_nothing_else() -> None:
+    match, name = "*.router.score_bias", "layers.1.mlp.router.score_bias"
+    frozen, scaled = (
+        list(group_problems([ParameterGroup.model_validate({"match": match, **keys})], ["norm.weight"], [name]))
+        for keys in ({"freeze": True}, {"lr_scale": 0.5})
+    )
+    assert not frozen
+    assert [problem.what for problem in scaled] == [
+        f"`{match}` moves by `train.moe.bias_update`: it has neither a learning rate nor weight decay"
+    ]
