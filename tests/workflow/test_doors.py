@@ -101,6 +101,24 @@ def test_the_worker_refuses_it_too_whoever_wrote_its_files(
 
 
 @pytest.mark.parametrize(
+    "layout",
+    [
+        ("layout={tp: 2, overlap: tp, micro_batch: 4}",),
+        ("--layout", "tp=2,overlap=tp,micro_batch=4"),
+        (
+            *("train.steps=null", "train.schedule={}", "layout={tp: 2, micro_batch: 4}"),
+            "train.phases=[{steps: 2}, {steps: 2, layout: {tp: 2, overlap: tp, micro_batch: 4}}]",
+        ),
+    ],
+)
+def test_fp8_products_that_hide_communication_are_refused_wherever_they_are_asked_for(
+    layout: tuple[str, ...], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said_here = said(capsys, "train", "recipe.yaml", "train.precision=fp8", *layout)
+    assert "products in fp8 are not cut into parts that hide the communication of tp" in said_here
+
+
+@pytest.mark.parametrize(
     ("overrides", "key", "what"),
     [
         (("resources.nodes=2",), "resources.nodes", "this machine is one node, and the recipe asks for 2"),

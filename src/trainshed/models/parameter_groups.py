@@ -61,12 +61,21 @@ def is_frozen_by_group(name: str, groups: Sequence[ParameterGroup]) -> bool:
     return group is not None and group.freeze
 
 
-def group_problems(groups: Sequence[ParameterGroup], names: Sequence[str]) -> Iterator[Problem]:
-    """Yield groups without a tensor, of a model whose trained tensors have these names; paths are within `groups`."""
+def group_problems(
+    groups: Sequence[ParameterGroup], names: Sequence[str], buffers: Sequence[str] = ()
+) -> Iterator[Problem]:
+    """Yield groups without a tensor, of a model whose trained tensors have these names; paths are within `groups`.
+
+    `buffers` are the biases of routers, which the optimizer does not update: they can be frozen, and nothing else.
+    """
     taken: set[str] = set()
     for number, group in enumerate(groups):
         matched = {name for name in names if fnmatchcase(name, group.match)}
-        if not matched:
+        if not matched and any(fnmatchcase(name, group.match) for name in buffers):
+            if not group.freeze:
+                what = "moves by `train.moe.bias_update`: it has neither a learning rate nor weight decay"
+                yield Problem((number, "match"), f"`{group.match}` {what}", "write `freeze: true`, or delete the group")
+        elif not matched:
             near = _nearest_names(group.match, names)
             yield Problem((number, "match"), f"no tensor is called `{group.match}`", f"near it: {', '.join(near)}")
         elif not matched - taken:

@@ -62,6 +62,12 @@ class AlarmWatcher:
         self._hosts: Sequence[str] = ()
         self._on_gpus = False
 
+    def begin_phase(self, *, stage_ranks: int, keeps_losses: bool) -> None:
+        """Go on with a phase of `train.phases`: with its stages, and with the losses so far if they are comparable."""
+        self._stragglers.compare_within(stage_ranks)
+        if not keeps_losses:
+            self._losses = LossWatcher()
+
     def alarms(self, event: Mapping[str, Any]) -> Iterator[Alarm]:
         """Yield the alarms that an event gives rise to."""
         if event["kind"] == "start":
@@ -165,6 +171,12 @@ class StragglerWatcher:
         self._stage_ranks = stage_ranks
         self._slow_before: set[int] = set()
         self._quiet_windows: dict[int, int] = {}
+
+    def compare_within(self, stage_ranks: int) -> None:
+        """Compare within stages of so many ranks from now on; if they are others, nothing counts that was before."""
+        if stage_ranks != self._stage_ranks:
+            self._stage_ranks = stage_ranks
+            self._slow_before, self._quiet_windows = set(), {}
 
     def lasting(self, compute_seconds: Sequence[float | None]) -> dict[int, float]:
         """Return the ranks that were slow in the last window too and are to be named now, and how slow they are."""

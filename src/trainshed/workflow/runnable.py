@@ -24,7 +24,7 @@ from trainshed.models.export_support import check_float8, gguf_architecture
 from trainshed.models.parameter_groups import group_problems
 from trainshed.models.parameters import all_projections, lora_parameters, parameters
 from trainshed.plan import RankLayout
-from trainshed.recipe import Cluster, ModelConfig, Recipe
+from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe
 from trainshed.recipe.cluster import check_cluster
 from trainshed.recipe.evaluation import VALIDATION, load_questions
 from trainshed.recipe.load import to_plain
@@ -85,6 +85,8 @@ def check_layout(recipe: Recipe, config: ModelConfig, layout: RankLayout) -> Non
     _check_ranks(recipe, layout.world_size)
     _check_loss(recipe, layout)
     _check_adapters(recipe, config, layout)
+    if problems := list(_overlap_problems(recipe, layout)):
+        raise recipe_error(problems, recipe.places)
     _check_foreign_export(recipe, layout)
 
 
@@ -132,10 +134,12 @@ def _check_groups(recipe: Recipe, config: ModelConfig) -> None:
     groups, lora = recipe.train.optimizer.groups, recipe.train.lora
     if not groups or recipe.engine.name != "torch":
         return
-    trained = parameters(config) if lora is None else lora_parameters(config, lora)
+    trained = list(parameters(config) if lora is None else lora_parameters(config, lora))
+    buffers = [parameter.name for parameter in trained if parameter.buffer]
+    names = [parameter.name for parameter in trained if not parameter.buffer]
     problems = [
         Problem(("train", "optimizer", "groups", *problem.path), problem.what, problem.hint)
-        for problem in group_problems(groups, [parameter.name for parameter in trained])
+        for problem in group_problems(groups, names, buffers)
     ]
     if problems:
         raise recipe_error(problems, recipe.places)
@@ -238,17 +242,22 @@ def _foreign_problems(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _engine_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield what our own engine does not do on any target; each adapter does the same for its engine."""
-    if recipe.engine.name != "torch":
-        return
-    train = recipe.train
-    if not isinstance(recipe.layout, str) and recipe.layout.overlap == "tp" and train.precision == "fp8":
+def _overlap_problems(recipe: Recipe, layout: Layout | RankLayout) -> Iterator[Problem]:
+    if layout.overlap == "tp" and recipe.train.precision == "fp8":
         yield Problem(
             ("layout", "overlap"),
             "products in fp8 are not cut into parts that hide the communication of tp",
             "write `precision: bf16`, or delete `overlap`",
         )
+
+
+def _engine_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield what our own engine does not do on any target; each adapter does the same for its engine."""
+    if recipe.engine.name != "torch":
+        return
+    train = recipe.train
+    if not isinstance(recipe.layout, str):
+        yield from _overlap_problems(recipe, recipe.layout)
     if train.lora is not None and train.lora.quantize is not None and train.precision == "fp8":
         yield Problem(
             ("train", "lora", "quantize"),

@@ -118,6 +118,16 @@ def test_a_layout_trains_groups_as_one_process_does(
     assert not [name for name in last if name.startswith("optimizer.") and name.endswith("embedding.weight")]
 
 
+def test_the_bias_of_a_frozen_router_stays(small_runs: SmallRuns) -> None:
+    folder, bias = small_runs.new_folder(), "model.layers.{}.mlp.router.score_bias"
+    groups = "train.optimizer={lr: 3.0e-3, groups: [{match: layers.1.*, freeze: true}]}"
+    keys = (groups, "model.config.layers=3", "train.steps=3")
+    small_runs.train(folder, "latent", ALONE, *keys)
+    last = state(folder, 3)
+    assert not last[bias.format(1)].any()
+    assert last[bias.format(2)].any()
+
+
 @pytest.mark.parametrize("precision", ["fp64", "bf16", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])
 def test_a_frozen_tensor_has_no_gradient_and_others_have_the_same(family: str, precision: str) -> None:
@@ -184,3 +194,15 @@ def test_a_group_that_an_earlier_one_leaves_nothing_is_refused() -> None:
 
 def test_a_model_that_is_frozen_as_a_whole_is_refused() -> None:
     assert problems("*", freeze=True) == ["(): every tensor is frozen: nothing would be trained; leave some out"]
+
+
+def test_the_bias_of_a_router_can_be_frozen_and_nothing_else() -> None:
+    match, name = "*.router.score_bias", "layers.1.mlp.router.score_bias"
+    frozen, scaled = (
+        list(group_problems([ParameterGroup.model_validate({"match": match, **keys})], ["norm.weight"], [name]))
+        for keys in ({"freeze": True}, {"lr_scale": 0.5})
+    )
+    assert not frozen
+    assert [problem.what for problem in scaled] == [
+        f"`{match}` moves by `train.moe.bias_update`: it has neither a learning rate nor weight decay"
+    ]

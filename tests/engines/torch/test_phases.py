@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from support.recipes.small_recipes import ALONE, small_job, small_recipe, world_
 from support.runs.rank_pool import RankPool
 from support.runs.small_ranks import train_small, train_until_boundary
 from support.runs.small_runs import SmallRuns, checkpoint, difference, events, figures, state
+from trainshed.engines.torch import rank
+from trainshed.engines.torch.rank_env import EventEmitter
+from trainshed.observe.events import EventWriter
 from trainshed.recipe.phase_spans import phase_spans
 
 UNPHASED = ("train.steps=null", "train.schedule={}")
@@ -158,6 +163,30 @@ def test_a_phase_with_a_layout_of_its_own_has_the_curve_of_one_process(small_run
     assert [event["layout"] for event in events(folder, "train_phase")] == ["tp2", "cp2 zero1", "pp2"]
     assert difference(expected, got, "loss") <= 1e-9
     assert difference(expected, got, "grad_norm") <= 1e-9
+
+
+@pytest.mark.parametrize(("second", "alarms"), [("data: {seed: 7}, layout: {pp: 2}", 0), ("lr: 1e-3", 2)])
+def test_alarms_hold_a_phase_against_what_is_like_it(tmp_path: Path, second: str, alarms: int) -> None:
+    phases = f"train.phases=[{{steps: 60}}, {{steps: 60, {second}}}]"
+    job = small_job(
+        tmp_path, small_recipe("dense", (*UNPHASED, phases, "observe={tensorboard: false, dllogger: false}")), "dp=2"
+    )
+    named: list[str] = []
+
+    class Writer:
+        def emit(self, kind: str, step: int | None, **values: Any) -> None:
+            named.extend([values["name"]] if kind == "alarm" else [])
+
+    with ExitStack() as stack:
+        emit = EventEmitter(cast("EventWriter", Writer()))
+        rank._add_listeners(emit, None, job, tmp_path, 1, stack)
+        for step in range(120):
+            if step in (0, 60):
+                emit("train_phase", step, first_step=step)
+            emit("step", step, loss=2.0 if step < 60 else 3.0)
+            if step in (70, 90):  # the second of two stages, or a slow rank
+                emit("ranks", step, steps=20, compute_seconds=[0.3, 0.6])
+    assert named == ["loss_spike", "straggler"][:alarms]
 
 
 def test_a_longer_last_phase_has_the_same_past(small_runs: SmallRuns) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from support.recipes.small_recipes import ALONE
+from support.runs.small_runs import SmallRuns, events
 from trainshed.engines.torch.profiler import StepProfiler, WrittenProfile
 from trainshed.observe.profile_summary import find_traces
 from trainshed.recipe.schema import Profile
@@ -108,12 +110,43 @@ def test_a_resumed_run_profiles_what_is_left_of_them(first: int, steps: set[str]
 def test_a_run_that_ends_early_still_writes_what_it_has(tmp_path: Path) -> None:
     written = run_steps(profiler(tmp_path), range(3))
     assert list(written) == [2]
-    assert written[2][0].steps == 1
+    assert (written[2][0].steps, written[2][0].path) == (1, "profile/attempt-0001/rank-00000.00000003.pt.trace.json.gz")
     assert steps_in(tmp_path / written[2][0].path) == {"step 2"}
 
 
 def test_a_run_that_ends_before_it_writes_nothing(tmp_path: Path) -> None:
     assert run_steps(profiler(tmp_path), range(2)) == {}
+
+
+def test_a_run_that_ends_when_the_profiler_is_warm_writes_nothing(tmp_path: Path) -> None:
+    one = profiler(tmp_path)
+    one.before(1)
+    assert one.after(1) == []
+    assert one.after(1, last=True) == []  # an early stop is known only after the step
+    assert not (tmp_path / "profile").exists()
+
+
+@pytest.mark.parametrize("layout", [ALONE, "dp=2,micro_batch=2"])
+def test_a_profile_across_a_phase_with_a_new_model_is_two_traces(small_runs: SmallRuns, layout: str) -> None:
+    folder = small_runs.new_folder()
+    small_runs.train(
+        folder,
+        "dense",
+        layout,
+        "train.steps=null",
+        "train.schedule={}",
+        "train.phases=[{steps: 2}, {steps: 2, lr: 1e-3}, {steps: 3, sequence_length: 32, global_batch: 4}]",
+        "observe.profile={start: 2, steps: 4}",
+    )
+    # The second phase goes on with the model of the first.
+    assert [(event["step"], event["steps"], event["path"]) for event in events(folder, "profile")] == [
+        (4, 3, "profile/attempt-0001/rank-00000.00000004.pt.trace.json.gz"),
+        (5, 1, "profile/attempt-0001/rank-00000.00000005.pt.trace.json.gz"),
+    ]
+    assert {path.name for path in find_traces(folder)} == {
+        "rank-00000.00000004.pt.trace.json.gz",
+        "rank-00000.00000005.pt.trace.json.gz",
+    }
 
 
 @pytest.mark.parametrize(("wanted", "rank"), [(WANTED, 1), (None, 0)])

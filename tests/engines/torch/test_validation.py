@@ -169,6 +169,12 @@ def test_a_request_to_stop_is_not_kept_waiting_by_a_validation_that_is_measured_
     assert figures(read_steps(LocalStore(tmp_path), "")) == figures(read_steps(LocalStore(straight.folder), ""))
 
 
+def test_a_run_that_ends_early_leaves_the_profile_of_its_last_steps(rank_pool: RankPool, tmp_path: Path) -> None:
+    run = Measured(rank_pool, tmp_path, ALONE, "observe.profile={start: 7, steps: 4}")
+    assert run.train(early_stop=PATIENCE) == 0
+    assert [(event["step"], event["steps"]) for event in events(tmp_path, "profile")] == [(8, 2)]
+
+
 def test_a_run_ends_early_is_done_then_and_goes_on_with_more_patience(rank_pool: RankPool, tmp_path: Path) -> None:
     run = Measured(rank_pool, tmp_path)
     assert run.train(early_stop=PATIENCE) == 0

@@ -211,11 +211,18 @@ class RankModel:
     quantized: list[QuantizedShard] = field(default_factory=list)
     added: AddedRows | None = None
     """The rows of the tokens that the run adds to those of its base."""
+    groups: Sequence[ParameterGroup] = ()
+    """The groups of `train.optimizer.groups`."""
 
     @property
     def score_biases(self) -> list[ParameterShard]:
-        """The biases of routers that a run moves towards even load; none beside adapters, whose base stays as it is."""
+        """The biases of routers that a run saves; none beside adapters, whose base stays as it is."""
         return [shard for shard in self.frozen_shards if shard.parameter.buffer and self.lora is None]
+
+    @property
+    def moved_biases(self) -> list[ParameterShard]:
+        """Those that it moves towards even load: no group freezes them."""
+        return [shard for shard in self.score_biases if not is_frozen_by_group(shard.name, self.groups)]
 
     @property
     def compute_weights(self) -> list[ComputeWeight]:
@@ -315,6 +322,7 @@ def build_model(
         [shard for shard in shards if shard.name not in saved],
         collect_quantized_shards(stages, config, mesh),
         added,
+        groups,
     )
 
 

@@ -5,8 +5,8 @@
                          rank-00003.00000012.memory.pickle       pytorch.org/memory_viz opens it
     tensorboard/profile/attempt-0001/…                           the traces again, where TensorBoard looks
 
-The number is the last step of the cycle. The plugin takes it for the name of a span, and shows ranks that have the same
-one side by side.
+The number is the last step that was recorded. The plugin takes it for the name of a span, and shows ranks that have the
+same one side by side.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class StepProfiler:
         self._tensorboard = tensorboard
         self._cycles = list(_remaining_cycles(profile, first)) if profile is not None else []
         self._running: torch.profiler.profile | None = None
+        self._last_step = first - 1
         self._written: WrittenProfile | None = None
 
     def before(self, step: int) -> None:
@@ -90,7 +91,11 @@ class StepProfiler:
         return bool(self._cycles) and step + 1 == self._cycles[0].recorded.stop
 
     def after(self, step: int, *, last: bool = False) -> list[WrittenProfile]:
-        """Call after each step; returns what a cycle has left, on rank 0 for all ranks."""
+        """Call after each step; returns what a cycle has left, on rank 0 for all ranks.
+
+        `last`: no step follows with this profiler, so the cycle ends here.
+        """
+        self._last_step = step
         if not self._cycles or step < self._cycles[0].start:
             return []
         ended = last or self.ends_cycle(step)
@@ -136,16 +141,18 @@ class StepProfiler:
         others = []
         if self._rank == 0:
             # Only rank 0's events are stored as they happen: it speaks for the others, whose files have known names.
-            others = [WrittenProfile(steps, self._path(rank, cycle), rank) for rank in self._profile.ranks if rank != 0]
+            others = [WrittenProfile(steps, self._path(rank), rank) for rank in self._profile.ranks if rank != 0]
         return [*([WrittenProfile(steps, own.path, own.rank, own.summary, own.problem)] if own else []), *others]
 
-    def _path(self, rank: int, cycle: _Cycle) -> str:
-        name = f"{rank_name(rank)}.{cycle.recorded.stop:08d}{TRACE_SUFFIX}"
+    def _path(self, rank: int) -> str:
+        name = f"{rank_name(rank)}.{self._last_step + 1:08d}{TRACE_SUFFIX}"
         return f"{attempt_folder(PROFILE, self._attempt)}/{name}"
 
     def _write(self, running: torch.profiler.profile, cycle: _Cycle) -> None:
         """Write trace, snapshot and summary. A profile that cannot be written does not end the run."""
-        relative = self._path(self._rank, cycle)
+        if self._last_step < cycle.recorded.start:
+            return  # a cycle that ends before the first step that it would record
+        relative = self._path(self._rank)
         path = self._run / relative
         summary = problem = None
         try:

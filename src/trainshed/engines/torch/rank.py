@@ -148,6 +148,11 @@ def _add_listeners(
     watcher = AlarmWatcher(stage_ranks=job.layout.stage_ranks, ranks_per_node=_ranks_per_node(job))
 
     def emit_alarms(event: dict[str, Any]) -> None:
+        if event["kind"] == "train_phase":
+            part = job.at(event["step"])
+            begins = event["step"] == event["first_step"]
+            like_before = not begins or part.is_like_phase_before
+            watcher.begin_phase(stage_ranks=part.layout.stage_ranks, keeps_losses=like_before)
         for alarm in watcher.alarms(event):
             emit("alarm", alarm.step, name=alarm.name, what=alarm.what, ranks=alarm.ranks, hosts=alarm.hosts)
 

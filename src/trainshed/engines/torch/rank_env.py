@@ -89,6 +89,15 @@ class TrainJob:
         return same_shape and self.layout == other.layout and self.config == other.config
 
     @property
+    def is_like_phase_before(self) -> bool:
+        """Whether losses and gradient norms of this phase may be held against those of the phase before it."""
+        if self.phase is None or not self.phase.span.number:
+            return True
+        span, before = self.phase.span, self.phases[self.phase.span.number - 1].span
+        same_batch = span.recipe.train.global_batch == before.recipe.train.global_batch
+        return same_batch and (span.recipe.data, span.rope_base) == (before.recipe.data, before.rope_base)
+
+    @property
     def source_slots(self) -> int:
         """How many sources a step may tell apart in any phase; 0 where there is only one."""
         orders = [phase.order for phase in self.phases] or [self.order]

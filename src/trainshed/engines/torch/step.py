@@ -312,7 +312,7 @@ class StepRunner:
         rate = self.model.regularization.moe_bias_update
         if not rate:
             return
-        for shard in self.model.score_biases:
+        for shard in self.model.moved_biases:
             assert shard.parameter.layer is not None, "routers are in layers"
             load = figures.table(_EXPERT_LOAD)[shard.parameter.layer]
             # On every rank from the same sums: copies stay equal bit by bit.

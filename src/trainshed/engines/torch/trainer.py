@@ -109,6 +109,8 @@ class Trainer:
                 if self._stop is None:
                     self._between_steps()
             self._read_metrics(0)
+            if self._early_stop is not None:
+                self._end_profile()
         finally:
             self.loader.close()
             self.collector.stop()
@@ -135,6 +137,13 @@ class Trainer:
                 self._report_phase()
                 self._restart_spike_window()
         return self.step < self.job.last_step and self._stop is None and self._early_stop is None
+
+    @property
+    def _model_ends(self) -> bool:
+        """Whether no step follows with this model: the run ends, or a phase follows that builds another."""
+        if self.step < self.job.last_step:
+            return False
+        return self.step == self.job.steps or not self.job.continues_model(self.job.at(self.step))
 
     def _batch_loader(self) -> BatchLoader:
         regularization = self.runner.model.regularization
@@ -164,17 +173,14 @@ class Trainer:
 
     def _restart_spike_window(self) -> None:
         """Forget the window at the start of a phase whose loss and norm are not comparable with those before it."""
-        if self.runner.spikes is None or self.job.phase is None or self.step != self.job.phase.span.start:
-            return
-        span = self.job.phase.span
-        before = self.job.phases[span.number - 1].span if span.number else span
-        same_batch = span.recipe.train.global_batch == before.recipe.train.global_batch
-        if not same_batch or (span.recipe.data, span.rope_base) != (before.recipe.data, before.rope_base):
+        begins = self.job.phase is not None and self.step == self.job.phase.span.start
+        if self.runner.spikes is not None and begins and not self.job.is_like_phase_before:
             self.runner.spikes.restart()
 
     def _end_profile(self) -> None:
         """Report what a cycle of the profiler has left; the time to write it does not count for the next step."""
-        written = self.profiler.after(self.step - 1, last=self.step == self.job.steps or self._stop is not None)
+        stops = self._stop is not None or self._early_stop is not None
+        written = self.profiler.after(self.step - 1, last=stops or self._model_ends)
         for profile in written:
             if profile.problem is not None:
                 self.emit("warning", text=profile.problem)
