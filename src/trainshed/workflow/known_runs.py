@@ -212,12 +212,13 @@ def _run_of_recipe(
     text: str, cluster: Cluster, overrides: Sequence[str], id: str | None, known: Sequence[KnownRun]
 ) -> KnownRun:
     """The run of a recipe: what it resolves to says the id."""
-    from trainshed.recipe import load_recipe, run_id
+    from trainshed.recipe import load_recipe
+    from trainshed.recipe.load import chosen_run_id
     from trainshed.storage import join
     from trainshed.workflow.prepare import resolve, store_options
 
     recipe = resolve(load_recipe(text, overrides), store_options(cluster))
-    name = id or run_id(recipe)
+    name = chosen_run_id(recipe, id)
     address = join(recipe.store or cluster.store_root, f"runs/{recipe.name}/{name}")
     # A store that the recipe names is the one meant, whatever lies under the same name elsewhere.
     anywhere = recipe.store is None

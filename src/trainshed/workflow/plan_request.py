@@ -230,7 +230,7 @@ def request_from_flags(flags: PlanFlags) -> PlanRequest:
     """Put a question together; raises `InputError` where it contradicts itself or leaves something open."""
     flags.check()
     for_recipe, for_cluster = split_overrides(flags.overrides)
-    cluster = as_cluster(flags.on or DEFAULT_CLUSTER, for_cluster)
+    cluster = as_cluster(DEFAULT_CLUSTER if flags.on is None else flags.on, for_cluster)
     recipe = None if flags.recipe is None else as_recipe(flags.recipe, for_recipe)
     if recipe is not None:
         model = planned_model(recipe, cluster)
