@@ -79,6 +79,12 @@ def starter_cluster(name: str, target: str, machine: str, store: str, nodes: int
         raise InputError(f"there is no target `{target}`", where="--target", hint=f"write one of {', '.join(TARGETS)}")
     if machine != CPU_MACHINE:
         find_machine(machine)
+    if "://" in store or (target != "local" and not store.startswith("/")):
+        raise InputError(
+            f"{store} is not a path that every node mounts",
+            where="--store",
+            hint="write an absolute path on a shared disk; `checkpoint.to` of a recipe may be a bucket",
+        )
     values: dict[str, object] = {"trainshed": 1, "name": _as_name(name), "target": target}
     if target != "local" or machine != CPU_MACHINE:
         values["machine"] = machine
