@@ -7,6 +7,8 @@ from pathlib import Path
 
 from trainshed.catalog import model_entry
 from trainshed.catalog.machines import find_machine
+from trainshed.data.recipe_keys import flags_to_recipe_keys
+from trainshed.data.text.formats import refused_file
 from trainshed.errors import InputError
 from trainshed.recipe import parse_recipe
 from trainshed.recipe.cluster.load import parse_cluster
@@ -31,6 +33,9 @@ def starter_recipe(name: str, model: str, data: str, length: str) -> str:
     `model` is a preset (fresh weights) or the address of weights (training goes on from them), `data` the address of
     JSONL or parquet files, `length` a number of steps (1000) or of tokens (20B). Raises what loading it would raise.
     """
+    if (refused := refused_file(data)) is not None:
+        what, hint = refused
+        raise InputError(f"`{data}`: {what}", where="--data", hint=flags_to_recipe_keys(hint))
     key = "steps" if length.strip().isdecimal() else "tokens"
     values: dict[str, object] = {"trainshed": 1, "name": _as_name(name)}
     if "/" in model or Path(model).is_dir():
