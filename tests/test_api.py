@@ -124,6 +124,14 @@ def test_what_a_cluster_locks_stays_locked_in_python(here: Path) -> None:
         ts.Cluster.load("locked.yaml").with_("store", "/elsewhere")
 
 
+def test_one_task_or_set_may_be_a_text(here: Path, page: dict[str, object]) -> None:
+    run = page["run"]
+    assert isinstance(run, ts.Run)
+    with pytest.raises(ts.TrainshedError, match="no token files with this prefix") as caught:
+        ts.evaluate(run, perplexity="held-out")
+    assert caught.value.where == "held-out"
+
+
 def test_a_failed_wait_says_why(here: Path, page: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     run = page["run"]
     assert isinstance(run, ts.Run)

@@ -441,8 +441,8 @@ def load_model(
 def evaluate(
     source: Run | str | os.PathLike[str],
     *,
-    perplexity: Sequence[str] = (),
-    tasks: Sequence[str] = (),
+    perplexity: str | Sequence[str] = (),
+    tasks: str | Sequence[str] = (),
     questions: str | os.PathLike[str] | None = None,
     include_path: str | None = None,
     fewshot: int | None = None,
@@ -460,8 +460,8 @@ def evaluate(
     from trainshed.workflow.evaluation.evaluate import evaluate as evaluate_weights
 
     request = EvaluationRequest(
-        perplexity=tuple(perplexity),
-        tasks=tuple(tasks),
+        perplexity=(perplexity,) if isinstance(perplexity, str) else tuple(perplexity),
+        tasks=(tasks,) if isinstance(tasks, str) else tuple(tasks),
         questions=() if questions is None else load_questions(questions),
         questions_name="questions" if questions is None else Path(questions).stem,
         include_path=include_path,

@@ -243,9 +243,31 @@ def test_every_line_of_a_hint_is_indented(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == "error: it failed\n       write this\n       or that\n"
 
 
-@pytest.mark.parametrize(("command", "name"), [("run", "RECIPE"), ("model compare", "A"), ("metrics", "RUN_OR_LOG")])
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [("run", "RECIPE"), ("model compare", "A"), ("metrics", "RUN_OR_LOG"), ("render quickstart", "--on")],
+)
 def test_a_missing_argument_has_the_name_that_the_help_gives_it(
     command: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_cli(command.split()) == 2
     assert capsys.readouterr().err.startswith(f"error: {name} is missing\n")
+
+
+def test_a_word_that_a_command_does_not_take_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(["recipes", "quickstart"]) == 2
+    assert capsys.readouterr().err.startswith("error: `quickstart` is more than `trainshed recipes` takes\n")
+    assert run_cli(["man", "a", "b"]) == 2
+    assert capsys.readouterr().err.startswith("error: `a`, `b` are more than `trainshed man` takes\n")
+
+
+def test_an_empty_name_is_not_the_folder_that_one_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    doors = [[verb, ""] for verb in ("status", "metrics", "checkpoints", "cancel", "rm", "stacks", "watch", "logs")]
+    doors += [["eval", "", "--perplexity", "validation"], ["generate", "", "--prompt", "a"], ["model", "inspect", ""]]
+    doors += [["dash", "", "--save", "runs.html"]]
+    for door in doors:
+        assert run_cli(door) == 2, door
+        assert "the name of the run is empty" in capsys.readouterr().err, door

@@ -111,3 +111,20 @@ def test_a_recipe_is_checked_against_a_cluster(capsys: pytest.CaptureFixture[str
     assert run_cli(["recipes", "check", "quickstart"]) == 0
     assert "every key is known" in capsys.readouterr().out
     assert run_cli(["recipes", "check", "quickstart", "train.stpes=1"]) == 2
+
+
+@pytest.mark.parametrize("store", ["s3://bucket/runs", "./store"])
+def test_a_store_that_submit_would_refuse_is_refused_here(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--target", "slurm", "--machine", "dgx-h100", "--store", store, "--nodes", "4"]
+    assert run_cli(["init", "cluster", "ours.yaml", *flags]) == 2
+    assert f"--store: {store} is not a path that every node mounts" in capsys.readouterr().err
+    assert not Path("ours.yaml").exists()
+
+
+def test_text_that_is_not_read_as_it_is_is_refused_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "tiny", "--length", "10"]
+    assert run_cli(["init", "book.yaml", *flags, "--data", "book.pdf"]) == 2
+    assert "--data: `book.pdf`: a .pdf file is made for printing" in capsys.readouterr().err
+    assert run_cli(["init", "book.yaml", *flags, "--data", "book.jsonl"]) == 0
+    assert run_cli(["recipes", "check", "book.yaml", "data.train.0.path=book.PDF"]) == 2
+    assert "`book.PDF`: a .pdf file is made for printing" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_a_model_of_the_hub_is_converted_and_proven(
     ("arguments", "said"),
     [
         (["model", "native", "--to", "onnx"], "onnx"),
-        (["model", "native"], "requires an argument"),
+        (["model", "native"], "--to is missing"),
         (["model", "native", "--to", "hf", "--tp", "2"], "hf has no layout in its files"),
         (["model", "native", "--to", "native", "--dtype", "int8"], "int8"),
         (["model", "native", "--to", "native", "--workers", "0"], "0 workers"),

@@ -103,3 +103,21 @@ def test_the_command_reads_a_table_predicts_and_draws(tmp_path: Path, capsys: py
     table.write_text("parameters,tokens,loss\n1e6,1e9\n")
     assert run_cli(["scaling", str(table)]) == 2
     assert "runs.csv:2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--compute inf", "--compute: inf is not the FLOPs of a training"),
+        ("--compute nan", "--compute: nan is not the FLOPs of a training"),
+        ("--parameters 1e400 --tokens 1B", "--parameters: `1e400` is not a number"),
+    ],
+)
+def test_sizes_that_nothing_has_are_refused(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(["scaling", "runs.csv", *flags.split()]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_table_that_is_not_there_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(["scaling", "nowhere.csv"]) == 2
+    assert capsys.readouterr().err == "error: nowhere.csv: cannot be read: No such file or directory\n"

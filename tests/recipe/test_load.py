@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trainshed.errors import InputError, RecipeError
-from trainshed.recipe import find_recipe, load_recipe, parse_recipe, shipped_recipes
-from trainshed.recipe.load import copy_shipped_recipe
+from trainshed.recipe import find_recipe, load_cluster, load_recipe, parse_recipe, run_id, shipped_recipes
+from trainshed.recipe.load import chosen_run_id, copy_shipped_recipe
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -51,6 +51,36 @@ def test_a_misspelt_recipe_gets_the_nearest(tmp_path: Path, monkeypatch: pytest.
 def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="is a folder, not a recipe"):
         find_recipe(tmp_path)
+
+
+def test_what_was_copied_is_found_beside_the_folder_of_its_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    copy_shipped_recipe("quickstart", tmp_path)
+    with pytest.raises(RecipeError, match="is a folder, not a recipe") as caught:
+        find_recipe("quickstart")
+    assert caught.value.hint == "write the file: quickstart.yaml"
+
+
+def test_an_empty_name_is_neither_a_folder_nor_the_usual_cluster() -> None:
+    with pytest.raises(RecipeError, match="the name of the recipe is empty"):
+        find_recipe("")
+    with pytest.raises(RecipeError, match="the name of the cluster is empty"):
+        load_cluster("")
+
+
+@pytest.mark.parametrize("written", ["", "a b", "../elsewhere", "a/b", ".hidden", "-a"])
+def test_an_id_that_is_no_folder_s_name_is_refused(base: str, written: str) -> None:
+    with pytest.raises(InputError) as caught:
+        chosen_run_id(parse_recipe(base), written)
+    assert caught.value.where == "--id"
+
+
+def test_an_id_is_the_one_written_or_the_recipe_s_own(base: str) -> None:
+    recipe = parse_recipe(base)
+    assert chosen_run_id(recipe, None) == run_id(recipe)
+    assert chosen_run_id(recipe, "lr-1e4_v2.1") == "lr-1e4_v2.1"
 
 
 def test_a_newer_format_is_refused_before_its_keys_are_called_unknown(base: str) -> None:

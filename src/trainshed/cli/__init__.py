@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
 
 from trainshed import __version__
 from trainshed.cli.examples import examples_text
@@ -139,7 +139,7 @@ def run_cli(arguments: Sequence[str]) -> int:
         from trainshed.errors import InputError
 
         command = " ".join(["trainshed", *(error.command_chain or ())])
-        what = _missing_argument(error) or str(error)
+        what = _missing_argument(error) or _unused_words(error) or str(error)
         return _fail(InputError(what, hint=f"{command} --help shows what it takes"), tokens, debug)
     except KeyboardInterrupt:
         resumed = tuple(tokens[:1]) in _RESUMED or tuple(tokens[:2]) in _RESUMED
@@ -153,11 +153,23 @@ def run_cli(arguments: Sequence[str]) -> int:
 
 
 def _missing_argument(error: CycloptsError) -> str | None:
-    """Say which positional argument is missing by the name that the help gives it; None for any other error."""
-    argument = error.argument if isinstance(error, MissingArgumentError) else None
-    if argument is None or argument.tokens or not argument.field_info.is_positional:
+    """Say what is missing by the name that the help gives it; None where an option has no value, and otherwise."""
+    if not isinstance(error, MissingArgumentError) or (argument := error.argument) is None:
         return None
+    if argument.tokens or error.unused_tokens or error.keyword is not None:
+        return None
+    if not argument.field_info.is_positional:
+        return f"{argument.name} is missing"
     return f"{argument.name.lstrip('-').replace('-', '_').upper()} is missing"
+
+
+def _unused_words(error: CycloptsError) -> str | None:
+    """Say which words a command does not take; None for any other error."""
+    if not isinstance(error, UnusedCliTokensError) or not error.unused_tokens:
+        return None
+    words = ", ".join(f"`{word}`" for word in error.unused_tokens)
+    verb = "is" if len(error.unused_tokens) == 1 else "are"
+    return f"{words} {verb} more than `{' '.join(['trainshed', *(error.command_chain or ())])}` takes"
 
 
 _RESUMED = {

@@ -106,7 +106,7 @@ def cluster(
     machine
         The machine of its nodes: a name of the catalog (dgx-h100), an instance type (p5.48xlarge), a file, or cpu.
     store
-        Where artefacts and runs are kept: a folder that all nodes see, or a bucket.
+        Where artefacts and runs are kept: a folder that all nodes see.
     nodes
         How many nodes there are.
     address
@@ -139,7 +139,7 @@ def cluster(
         lambda answer: check(scheduler, answer),
     )
     place = store or _ask(
-        "Where are runs kept? A folder that all nodes see, or a bucket",
+        "Where are runs kept? A folder that all nodes see",
         "/shared/trainshed",
         "--store",
         lambda answer: check(scheduler, kind, answer),

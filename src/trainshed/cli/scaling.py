@@ -56,14 +56,19 @@ def scaling(
         raise InputError("which runs?", hint="trainshed scaling SWEEP, or several runs; `trainshed ls` lists them")
     if (parameters is None) != (tokens is None):
         raise InputError("a size is --parameters and --tokens together", hint="write both, or --compute alone")
-    if compute is not None and not compute > 0:
-        raise InputError(f"{compute} FLOPs are none", where="--compute")
+    if compute is not None and not 1e9 <= compute <= 1e36:
+        raise InputError(
+            f"{compute:g} is not the FLOPs of a training", where="--compute", hint="write for example 1e21"
+        )
     if report is not None and report.suffix != ".html":
         raise InputError("a report is a page", where="--report", hint=f"write {report.stem}.html")
+    size: tuple[float, float] | None = None
+    if parameters is not None and tokens is not None:
+        size = _count(parameters, "--parameters"), _count(tokens, "--tokens")
     law = fit_scaling_law([point for text in runs for point in _points(text, on)], seed=seed)
     predictions: list[LossPrediction] = []
-    if parameters is not None and tokens is not None:
-        predictions.append(law.predict(_count(parameters, "--parameters"), _count(tokens, "--tokens")))
+    if size is not None:
+        predictions.append(law.predict(*size))
     best: tuple[LossPrediction, Interval] | None = None
     if compute is not None:
         best = law.predict_compute(compute)
@@ -114,10 +119,10 @@ def _count(text: str, flag: str) -> float:
 
     try:
         count = float(parse_count(text))
-    except ValueError:
+    except (ValueError, OverflowError):
         count = 0.0
-    if count < 1:
-        raise InputError(f"`{text}` is not a number", where=flag, hint="write for example 7B")
+    if not 1 <= count <= 1e18:
+        raise InputError(f"`{text}` is not a number from 1 to 10¹⁸", where=flag, hint="write for example 7B")
     return count
 
 

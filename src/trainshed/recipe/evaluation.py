@@ -35,7 +35,9 @@ class Question(Section):
 class QuestionFile(Section):
     """A file of questions."""
 
-    questions: Annotated[tuple[Question, ...], Field(strict=False, min_length=1)] = Field(description="The questions")
+    questions: Annotated[tuple[Question, ...], Field(strict=False, min_length=1)] = Field(
+        description="The questions", examples=["[{ask: What is the capital of France?, expect: [Paris]}]"]
+    )
 
 
 class Evaluation(Section):

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +23,7 @@ from trainshed.recipe.yaml_io import YamlDocument, decode_utf8, dump_yaml, parse
 from trainshed.shipped import shipped_folder
 
 YAML_SUFFIXES = (".yaml", ".yml")
+RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
@@ -68,11 +70,15 @@ def check_format(document: YamlDocument) -> None:
 
 def find_recipe(path: str | os.PathLike[str]) -> Path:
     """Return the file of a recipe: a path, or the name of a shipped one."""
+    if not os.fspath(path):
+        raise RecipeError("the name of the recipe is empty", hint="write its file, or the name of a shipped one")
     file = Path(path)
     if file.is_file():
         return file
     if file.is_dir():
-        raise RecipeError("is a folder, not a recipe", where=str(path), hint=f"write the file: {file}/recipe.yaml")
+        beside = Path(f"{file}.yaml")  # `recipes copy quickstart` leaves quickstart.yaml and quickstart/
+        there = beside if beside.is_file() else file / "recipe.yaml"
+        raise RecipeError("is a folder, not a recipe", where=str(path), hint=f"write the file: {there}")
     shipped = shipped_recipes()
     name = os.fspath(path)
     if name in shipped:
@@ -162,6 +168,19 @@ def run_id(recipe: Recipe) -> str:
     """
     canonical = json.dumps(run_identity(recipe), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:8]
+
+
+def chosen_run_id(recipe: Recipe, written: str | None) -> str:
+    """Return the id that a person wrote, or the recipe's own; refuses what cannot name a folder and a job."""
+    if written is None:
+        return run_id(recipe)
+    if not RUN_ID_PATTERN.fullmatch(written):
+        raise InputError(
+            f"`{written}` cannot name a run" if written else "the id of the run is empty",
+            where="--id",
+            hint="use letters, digits, dashes, dots and underscores; begin with a letter or a digit",
+        )
+    return written
 
 
 def run_identity(recipe: Recipe) -> dict[str, Any]:

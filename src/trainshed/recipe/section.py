@@ -131,6 +131,8 @@ def parse_count(value: Any) -> Any:
         ) from None
     if not amount.is_finite() or amount != amount.to_integral_value():
         raise invalid_value(f"`{value}` is not a whole number", "write for example 1500M instead of 1.5B, or round it")
+    if abs(amount) >= 2**63:  # before `int`, which would write out each of its digits
+        raise invalid_value(f"`{value}` is more than the 64 bits that a number has", "write for example 20B")
     return int(amount)
 
 

@@ -102,6 +102,7 @@ def find_run(
     """Return the run that `text` means; `overrides` and `id` go with a recipe."""
     from trainshed.recipe import as_cluster, split_overrides
 
+    _check_named(text)
     wanted = text.strip().rstrip("/") or text
     for_recipe, for_cluster = split_overrides(overrides)
     cluster = as_cluster(on, for_cluster)
@@ -121,6 +122,12 @@ def find_run(
     if Path(wanted).expanduser().is_dir():
         return _run_at(wanted, cluster)
     raise problem or _no_such_run(text, known)
+
+
+def _check_named(text: str) -> None:
+    """Refuse an empty name, which a path would take for this folder: a shell's variable may not be set."""
+    if not text.strip():
+        raise InputError("the name of the run is empty", hint="write NAME, NAME/ID or its folder (`trainshed ls`)")
 
 
 def known_runs(cluster: Cluster) -> tuple[list[KnownRun], TrainshedError | None]:
@@ -212,12 +219,13 @@ def _run_of_recipe(
     text: str, cluster: Cluster, overrides: Sequence[str], id: str | None, known: Sequence[KnownRun]
 ) -> KnownRun:
     """The run of a recipe: what it resolves to says the id."""
-    from trainshed.recipe import load_recipe, run_id
+    from trainshed.recipe import load_recipe
+    from trainshed.recipe.load import chosen_run_id
     from trainshed.storage import join
     from trainshed.workflow.prepare import resolve, store_options
 
     recipe = resolve(load_recipe(text, overrides), store_options(cluster))
-    name = id or run_id(recipe)
+    name = chosen_run_id(recipe, id)
     address = join(recipe.store or cluster.store_root, f"runs/{recipe.name}/{name}")
     # A store that the recipe names is the one meant, whatever lies under the same name elsewhere.
     anywhere = recipe.store is None
@@ -251,6 +259,7 @@ def checkpoint_address(text: str, on: Cluster | str | os.PathLike[str] = "local"
 
     Of a run that is its best or newest checkpoint, or its export where an engine of others trained it.
     """
+    _check_named(text)
     if "://" in text:
         return text
     folder = Path(text).expanduser()

@@ -5,6 +5,7 @@ Flags win over the recipe, and the recipe wins over the cluster.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -74,8 +75,8 @@ class PlanFlags:
                 raise InputError(f"--{one} and --{other} say the same thing twice", hint="keep one of them")
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and value <= 0:
-                raise InputError(f"{value:g} is not more than 0", where=flag_text(field.name))
+            if isinstance(value, int | float) and not 0 < value < math.inf:
+                raise InputError(f"{value:g} is not a number above 0", where=flag_text(field.name))
         if self.engine is not None and self.engine not in ENGINES:
             hint = f"write {', '.join(ENGINES[:-1])} or {ENGINES[-1]}"
             raise InputError(f"there is no engine `{self.engine}`", where="--engine", hint=hint)
@@ -229,7 +230,7 @@ def request_from_flags(flags: PlanFlags) -> PlanRequest:
     """Put a question together; raises `InputError` where it contradicts itself or leaves something open."""
     flags.check()
     for_recipe, for_cluster = split_overrides(flags.overrides)
-    cluster = as_cluster(flags.on or DEFAULT_CLUSTER, for_cluster)
+    cluster = as_cluster(DEFAULT_CLUSTER if flags.on is None else flags.on, for_cluster)
     recipe = None if flags.recipe is None else as_recipe(flags.recipe, for_recipe)
     if recipe is not None:
         model = planned_model(recipe, cluster)
@@ -323,7 +324,7 @@ def _architecture_of(written: str, cluster: Cluster) -> ModelConfig:
 
 def _token_count(text: str) -> int:
     try:
-        return TypeAdapter(Count).validate_python(int(text) if text.isdecimal() else text)
+        return TypeAdapter(Count).validate_python(text)
     except ValidationError:
         raise InputError(
             f"`{text}` is not a number of tokens", where="--tokens", hint="write for example 15T"

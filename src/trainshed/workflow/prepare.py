@@ -39,8 +39,9 @@ from trainshed.errors import InputError, NotFound, RecipeError, TokenizerError, 
 from trainshed.models.families import read_hf_config
 from trainshed.models.parameters import AddedRows
 from trainshed.observe.stages import UNRECORDED, StageRecorder
-from trainshed.recipe import Cluster, ModelConfig, Recipe, fit_problems, load_cluster, load_recipe, run_id, to_yaml
+from trainshed.recipe import Cluster, ModelConfig, Recipe, fit_problems, load_cluster, load_recipe, to_yaml
 from trainshed.recipe.data import SourceKeys
+from trainshed.recipe.load import chosen_run_id
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
 from trainshed.reporting import SILENT, Reporter
@@ -117,7 +118,7 @@ def prepare_run(
     options = store_options(cluster)
     store = store_root(recipe, cluster)
     resolved = resolve(recipe, options)
-    name = id or run_id(resolved)
+    name = chosen_run_id(resolved, id)
     tokenizer = check_fit(resolved, options)
     folder = run_path(store, resolved.name, name)
     base = None
@@ -406,7 +407,7 @@ def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None =
     options = store_options(cluster)
     store = store_root(recipe, cluster)
     resolved = resolve(recipe, options)
-    name = id or run_id(resolved)
+    name = chosen_run_id(resolved, id)
     tokenizer = check_fit(resolved, options)
     base = None
     if resolved.model.from_:

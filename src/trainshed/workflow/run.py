@@ -33,7 +33,7 @@ from trainshed.observe.stages import StageRecorder
 from trainshed.plan import RankLayout
 from trainshed.plugins import plugins_not_run
 from trainshed.recipe import Cluster, ModelConfig, Recipe, load_cluster, load_recipe, run_id, to_yaml
-from trainshed.recipe.load import run_identity
+from trainshed.recipe.load import chosen_run_id, run_identity
 from trainshed.recipe.phase_spans import with_rope_base, written_steps
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_path, store_of
@@ -85,7 +85,7 @@ class RunStart:
 def find_start(recipe: Recipe, cluster: Cluster, id: str | None = None) -> RunStart:
     """Return where a recipe's run is or will be; nothing is made."""
     resolved = resolve(recipe, store_options(cluster))
-    name = id or run_id(resolved)
+    name = chosen_run_id(resolved, id)
     return RunStart(resolved, name, run_path(store_root(recipe, cluster), resolved.name, name))
 
 

@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trainshed.data.chat.template import catalog_names
+from trainshed.data.recipe_keys import flags_to_recipe_keys
+from trainshed.data.text.formats import refused_file
 from trainshed.data.text.splits import parse_split
 from trainshed.engines.megatron.layout_args import uses_fsdp
 from trainshed.errors import InputError, MissingExtra, RecipeError
@@ -35,6 +37,7 @@ from trainshed.recipe.section import Problem
 from trainshed.recipe.train import NF4_BLOCK
 from trainshed.recipe.validation import recipe_error
 from trainshed.recipe.yaml_io import KeyPath
+from trainshed.redaction import shown_address
 from trainshed.storage import parse
 from trainshed.storage.hub_upload import hub_token
 
@@ -49,6 +52,7 @@ def check_runnable(recipe: Recipe, cluster: Cluster) -> None:
         *_preference_problems(recipe),
         *_plugin_problems(recipe),
         *_target_problems(recipe, cluster),
+        *_file_problems(recipe),
         *_address_problems(recipe, cluster),
         *_secret_problems(recipe),
         *_tracker_problems(recipe, cluster),
@@ -379,6 +383,15 @@ def _not_elastic(recipe: Recipe, cluster: Cluster) -> str | None:
     if registered_class("target", cluster.target) is not None:
         return f"the target {cluster.target} starts a job with a fixed number of nodes"
     return None
+
+
+def _file_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield files of text that no stage could read, by their names."""
+    for path, source in recipe.sources():
+        for address in source.path or ():
+            if source.format is None and (refused := refused_file(address)) is not None:
+                what, hint = refused
+                yield Problem((*path, "path"), f"`{shown_address(address)}`: {what}", flags_to_recipe_keys(hint))
 
 
 def _address_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from trainshed.catalog import model_entry
 from trainshed.catalog.machines import find_machine
+from trainshed.data.recipe_keys import flags_to_recipe_keys
+from trainshed.data.text.formats import refused_file
 from trainshed.errors import InputError
 from trainshed.recipe import parse_recipe
 from trainshed.recipe.cluster.load import parse_cluster
@@ -31,6 +33,9 @@ def starter_recipe(name: str, model: str, data: str, length: str) -> str:
     `model` is a preset (fresh weights) or the address of weights (training goes on from them), `data` the address of
     JSONL or parquet files, `length` a number of steps (1000) or of tokens (20B). Raises what loading it would raise.
     """
+    if (refused := refused_file(data)) is not None:
+        what, hint = refused
+        raise InputError(f"`{data}`: {what}", where="--data", hint=flags_to_recipe_keys(hint))
     key = "steps" if length.strip().isdecimal() else "tokens"
     values: dict[str, object] = {"trainshed": 1, "name": _as_name(name)}
     if "/" in model or Path(model).is_dir():
@@ -79,6 +84,12 @@ def starter_cluster(name: str, target: str, machine: str, store: str, nodes: int
         raise InputError(f"there is no target `{target}`", where="--target", hint=f"write one of {', '.join(TARGETS)}")
     if machine != CPU_MACHINE:
         find_machine(machine)
+    if "://" in store or (target != "local" and not store.startswith("/")):
+        raise InputError(
+            f"{store} is not a path that every node mounts",
+            where="--store",
+            hint="write an absolute path on a shared disk; `checkpoint.to` of a recipe may be a bucket",
+        )
     values: dict[str, object] = {"trainshed": 1, "name": _as_name(name), "target": target}
     if target != "local" or machine != CPU_MACHINE:
         values["machine"] = machine

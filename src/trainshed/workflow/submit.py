@@ -38,7 +38,8 @@ from trainshed.launch.packaging import job_code, provenance
 from trainshed.launch.preflight import preflight_stage
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.planner import PlannedModel
-from trainshed.recipe import Cluster, Recipe, run_id, to_yaml
+from trainshed.recipe import Cluster, Recipe, to_yaml
+from trainshed.recipe.load import chosen_run_id
 from trainshed.recipe.registered import registered_class
 from trainshed.recipe.yaml_io import dotted_key
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_address
@@ -92,7 +93,7 @@ def build_job(
     check_publishing(resolved, cluster)
     setup = fabric_setup(cluster, nodes=planned.placement.nodes)
     warnings = lint_environment(setup, cluster.environment, cluster.where)
-    name = id or run_id(resolved)
+    name = chosen_run_id(resolved, id)
     run = run_address(store, resolved.name, name)
     job_name = f"{resolved.name}-{name}"
     engine = _foreign_launch(resolved, cluster, model, planned, run)

@@ -31,8 +31,8 @@ def test_every_shipped_cluster_file_is_sane(name: str) -> None:
 
 
 SANE = (
-    "target: kubernetes\nmachine: p5\nimage: registry/x@sha256:0123\nstore: s3://bucket/x\n"
-    "nodes: {default: 2, max: 4}\n"
+    "target: kubernetes\nmachine: p5\nimage: registry/x@sha256:0123\nstore: /data\n"
+    "nodes: {default: 2, max: 4}\nvolumes: [{mount: /data, pvc: shared}]\n"
 )
 
 
@@ -47,8 +47,10 @@ def test_a_sane_file_passes(tmp_path: Path) -> None:
     [
         (("registry/x@sha256:0123", "registry/x:1"), "image", "warn", "registry/x:1 is a tag, which may change"),
         (("image: registry/x@sha256:0123\n", ""), "image", "fail", "jobs need a container image, and none is named"),
-        (("store: s3://bucket/x\n", ""), "store", "fail", "no store is named"),
-        (("s3://bucket/x", "/data"), "store", "fail", "/data lies in no volume: every pod would have its own"),
+        (("store: /data\n", ""), "store", "fail", "no store is named"),
+        (("store: /data", "store: s3://bucket/x"), "store", "fail", "s3://bucket/x is not a path that every node"),
+        (("store: /data", "store: /disk"), "store", "fail", "/disk lies in no volume: every pod would have its own"),
+        (("pvc: shared", "pvc: shared, read_only: true"), "store", "fail", "/data lies in no volume: every pod"),
         (
             (", max: 4", ""),
             "nodes",
@@ -69,7 +71,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, change: tuple[str, str], name: st
 def test_variables_that_do_not_belong_are_found_with_their_line(tmp_path: Path) -> None:
     check = found(tmp_path, SANE + "environment: {NCCL_SOCKET_IFNAME: eth0}\n")["environment"]
     assert check.verdict == "fail"
-    assert "mine.yaml:8 (environment.NCCL_SOCKET_IFNAME): NCCL_SOCKET_IFNAME does not belong here" in check.what
+    assert "mine.yaml:9 (environment.NCCL_SOCKET_IFNAME): NCCL_SOCKET_IFNAME does not belong here" in check.what
     check = found(tmp_path, SANE + "environment: {FI_EFA_USE_DEVICE_RDMA: '1'}\n")["environment"]
     assert check.verdict == "warn"
 

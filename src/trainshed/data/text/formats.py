@@ -76,6 +76,15 @@ class TextFileFormat:
         return self.kind in ("jsonl", "text")
 
 
+def refused_file(name: str) -> tuple[str, str] | None:
+    """Say by the name of a file that it is not read as it is, and what to do; None for any other."""
+    ending = next((suffix for suffix in REFUSED_SUFFIXES if name.lower().endswith(suffix)), None)
+    if ending is None:
+        return None
+    what, hint = REFUSED_SUFFIXES[ending]
+    return f"a {ending} file {what}", hint
+
+
 def detect_format(address: str, kind: str | None = None) -> TextFileFormat:
     """Detect a file's format by its name; `kind` overrides the suffix."""
     name = shown_address(address).lower().removesuffix("?…")
@@ -84,10 +93,9 @@ def detect_format(address: str, kind: str | None = None) -> TextFileFormat:
         name = name.rsplit(".", 1)[0]
     detected = kind or next((k for ending, k in FORMAT_BY_SUFFIX.items() if name.endswith(ending)), None)
     if detected is None:
-        ending = next((suffix for suffix in REFUSED_SUFFIXES if name.endswith(suffix)), None)
-        if ending is not None:
-            what, hint = REFUSED_SUFFIXES[ending]
-            raise InputError(f"a {ending} file {what}", where=address, hint=hint)
+        if (refused := refused_file(name)) is not None:
+            what, hint = refused
+            raise InputError(what, where=address, hint=hint)
         raise InputError(
             "cannot tell from its name what this file holds",
             where=address,

@@ -169,12 +169,16 @@ def _check_image(cluster: Cluster) -> Iterator[CheckResult]:
 
 def _check_store(cluster: Cluster) -> CheckResult:
     if cluster.store is None and cluster.target != "local":
-        hint = f"{cluster.where('store')}: write store: s3://bucket/path, or a folder that every node has"
+        hint = f"{cluster.where('store')}: write store: /data, a path that every node mounts"
         return CheckResult("store", "fail", "no store is named, and the nodes share no folder with this machine", hint)
     root = cluster.store_root
-    if parse(root).scheme != "file" or cluster.target != "kubernetes":
+    # As `workflow/runnable.py` refuses it.
+    if parse(root).scheme != "file" or (cluster.target != "local" and not root.startswith("/")):
+        hint = f"{cluster.where('store')}: write a path on a shared disk; `checkpoint.to` may be a bucket"
+        return CheckResult("store", "fail", f"{root} is not a path that every node mounts", hint)
+    if cluster.target != "kubernetes":
         return CheckResult("store", "pass", root)
-    mounts = [volume.mount for volume in cluster.volumes]
+    mounts = [volume.mount for volume in cluster.volumes if not volume.read_only]
     if any(Path(root).is_relative_to(mount) for mount in mounts):
         return CheckResult("store", "pass", f"{root}, in a volume")
     hint = f"{cluster.where('store')}: mount a volume there (volumes: [{{mount: {root}, pvc: NAME}}])"

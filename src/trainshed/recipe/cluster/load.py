@@ -114,7 +114,8 @@ def find_cluster(name_or_path: str | os.PathLike[str]) -> Path:
         return Path(text)
     near = difflib.get_close_matches(text, known, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else f"known clusters: {', '.join(known)}"
-    raise RecipeError("there is no such cluster file", where=text, hint=hint)
+    what = "there is no such cluster file" if text else "the name of the cluster is empty"
+    raise RecipeError(what, where=text or None, hint=hint)
 
 
 def copy_cluster(name: str, destination: Path) -> Path:

@@ -37,7 +37,8 @@ def table_points(path: Path) -> list[LossPoint]:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"cannot be read: {error}", where=str(path)) from None
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise InputError(f"cannot be read: {why}", where=str(path)) from None
     points = []
     for number, row in enumerate(rows, start=2):
         try:
