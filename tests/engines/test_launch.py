@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -221,6 +222,24 @@ def test_ranks_are_told_to_stop_and_are_waited_for(tmp_path: Path, sent: signal.
     assert running.returncode == code
     assert sorted(line for line in output.decode().splitlines() if "saved" in line) == ["saved 0", "saved 1"]
     assert "torchrun was told" not in output.decode()
+
+
+# A rank that fails, and leaves a process in a session of its own that writes to the log and never ends.
+LEAVING = """#!/bin/bash
+setsid bash -c 'echo $$ > "$RECORD"; echo left; while true; do sleep 0.1; done' &
+while [[ ! -s $RECORD ]]; do sleep 0.05; done
+exit 1
+"""
+
+
+def test_what_outlives_the_ranks_is_killed_and_the_job_ends(tmp_path: Path) -> None:
+    script = launcher_script(EngineLaunch("p", ()), place_at(tmp_path), python=fake_python(tmp_path, LEAVING))
+    done = subprocess.run(["bash", "-c", script], env=environment(tmp_path), capture_output=True, text=True)
+    left = int((tmp_path / "record").read_text())
+    assert done.returncode == 1
+    assert done.stderr.count(f"process {left} outlived the ranks and was killed") == 1
+    assert "left" in (tmp_path / "run" / "logs" / "attempt-0001" / "node-00001.log").read_text()
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
 
 
 STEPPING = EngineLaunch("p", (), step_line=r"\|Loss: ")

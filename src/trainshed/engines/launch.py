@@ -257,6 +257,9 @@ while true; do
   [[ -n $interrupted ]] || break
 done"""
 
+# What ranks have started, such as a process that writes checkpoints, may outlive a rank that is killed. It keeps the
+# log's pipe open, and tee and this script would wait for ever. It has a minute to end by itself, as an upload may need,
+# or five seconds after a failure.
 _END = """\
 if [[ -n $nccl ]]; then
   [[ $code == 0 || -n $requested ]] || grep -hF 'NCCL WARN' "$nccl"*.log 2>/dev/null | tail -n 20 >&"$log" || true
@@ -265,6 +268,21 @@ fi
 exec {log}>&-
 [[ -z $watch ]] || kill "$watch" 2>/dev/null || true
 rm -f "${TMPDIR:-/tmp}/trainshed-$$-"*.pipe
+tenths=$((code == 0 ? 600 : 50))
+while ((tenths--)) && kill -0 "$tee" 2>/dev/null; do
+  sleep 0.1
+done
+if kill -0 "$tee" 2>/dev/null; then
+  killed=
+  for fd in /proc/[0-9]*/fd/*; do
+    pid=${fd#/proc/}
+    pid=${pid%%/*}
+    if [[ $pid != "$tee" && $pid != "$killed" && $fd -ef /proc/$tee/fd/0 ]] && kill -KILL "$pid" 2>/dev/null; then
+      echo "trainshed: process $pid outlived the ranks and was killed" >&2
+      killed=$pid
+    fi
+  done
+fi
 wait "$tee" || true"""
 
 # torchrun ends with a box of its own; what counts is the error of the rank that it names last, as the root cause.

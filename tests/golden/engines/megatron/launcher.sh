@@ -88,6 +88,21 @@ fi
 exec {log}>&-
 [[ -z $watch ]] || kill "$watch" 2>/dev/null || true
 rm -f "${TMPDIR:-/tmp}/trainshed-$$-"*.pipe
+tenths=$((code == 0 ? 600 : 50))
+while ((tenths--)) && kill -0 "$tee" 2>/dev/null; do
+  sleep 0.1
+done
+if kill -0 "$tee" 2>/dev/null; then
+  killed=
+  for fd in /proc/[0-9]*/fd/*; do
+    pid=${fd#/proc/}
+    pid=${pid%%/*}
+    if [[ $pid != "$tee" && $pid != "$killed" && $fd -ef /proc/$tee/fd/0 ]] && kill -KILL "$pid" 2>/dev/null; then
+      echo "trainshed: process $pid outlived the ranks and was killed" >&2
+      killed=$pid
+    fi
+  done
+fi
 wait "$tee" || true
 if [[ $code != 0 && -z $requested ]]; then
   own=$(tail -c "+$(($(cat "${file%.log}.began" 2>/dev/null || echo 0) + 1))" "$file" | tail -c 1000000)
