@@ -62,7 +62,7 @@ def test_another_runs_node_is_turned_away() -> None:
     with KeyValueServer(0, "run#2") as server:
         with pytest.raises(TrainshedError) as caught:
             client(server, "run#1").put("a", 1)
-        assert caught.value.what == "this board belongs to another run or attempt"
+        assert caught.value.what == "the nodes of another run or attempt meet here"
         assert client(server, "run#2").get(["a"], seconds=0) == {}
 
 
@@ -70,6 +70,24 @@ def test_nobody_answers_where_nobody_is() -> None:
     with pytest.raises(TrainshedError) as caught:
         KeyValueClient(("127.0.0.1", free_port()), "t", connect_seconds=0.1).put("a", 1)
     assert caught.value.what.startswith("node 0 did not answer for 0 s")
+
+
+def test_a_port_that_is_taken_is_named_on_node_0_and_on_the_others() -> None:
+    with socket.create_server(("", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        with pytest.raises(TrainshedError, match=f"another program listens on port {port} of node 0"):
+            KeyValueServer(port, "run#1")
+
+        def answer() -> None:
+            connection, _ = stranger.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        with pytest.raises(TrainshedError, match="node 0 answered something else than an agent does"):
+            KeyValueClient(("127.0.0.1", port), "run#1", connect_seconds=0.0).put("a", 1)
+        answering.join()
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"get": 3}\n', b'"x"\n', b"\xff\n"])

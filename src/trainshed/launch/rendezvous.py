@@ -31,6 +31,7 @@ Reading waits for keys that are not set yet, so nobody polls.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import socketserver
@@ -413,7 +414,15 @@ class KeyValueServer:
                     answer = server._handle(request, self.client_address[0], token)
                     self.wfile.write(orjson.dumps(answer) + b"\n")
 
-        self._server = _DualStackServer(port, Handler)
+        try:
+            self._server = _DualStackServer(port, Handler)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise TrainshedError(
+                f"another program listens on port {port} of node 0, where the nodes of this job meet",
+                hint="`ss -ltnp` on that node names it: end it, or give the job a node of its own",
+            ) from None
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
 
     @property
@@ -447,7 +456,7 @@ class KeyValueServer:
 
     def _handle(self, request: dict[str, Any], peer: str, token: str) -> dict[str, Any]:
         if request["token"] != token:
-            return {"error": "this board belongs to another run or attempt"}
+            return {"error": "the nodes of another run or attempt meet here"}
         if "put" in request:
             with self._changed:
                 self._values[request["put"]] = request["value"]
@@ -528,19 +537,22 @@ class KeyValueClient:
                     connection.sendall(line)
                     answer = connection.makefile("rb").readline(_MAX_LINE_BYTES)
                 if answer:
+                    body = orjson.loads(answer)
                     break
+                heard = "did not answer"
             except OSError:
-                pass
+                heard = "did not answer"
+            except orjson.JSONDecodeError:
+                heard = "answered something else than an agent does"
             if time.monotonic() > deadline:
                 host, port = self.address
                 raise TrainshedError(
-                    f"node 0 did not answer for {self.connect_seconds:.0f} s",
+                    f"node 0 {heard} for {self.connect_seconds:.0f} s",
                     where=f"{host}:{port}",
-                    hint="is it running, and may nodes reach each other on this port?",
+                    hint="is it running, may nodes reach each other on this port, and does nothing else listen there?",
                 )
             time.sleep(pause)
             pause = min(_LAST_RETRY_SECONDS, 1.5 * pause)
-        body = orjson.loads(answer)
         if "error" in body:
             raise TrainshedError(body["error"], where=f"{self.address[0]}:{self.address[1]}")
         return body
