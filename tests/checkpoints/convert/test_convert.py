@@ -208,6 +208,24 @@ def test_a_tied_head_that_differs_from_the_embedding_is_never_lost(tmp_path: Pat
     assert run_cli(["model", "compare", str(source), str(differs)]) == 2
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"eos_token_id": "</s>"}, '`eos_token_id: "</s>"` is not the id of a token'),
+        ({"eos_token_id": []}, "is not the id of a token"),
+        ({"rope_parameters": None, "rope_theta": None}, "transformers cannot build this model: TypeError"),
+    ],
+)
+def test_a_config_that_transformers_cannot_use_is_named(
+    keys: dict[str, Any], message: str, source: Path, tmp_path: Path
+) -> None:
+    config = json.loads((source / "config.json").read_bytes())
+    (source / "config.json").write_text(json.dumps(config | keys))
+    (source / "generation_config.json").unlink(missing_ok=True)
+    with pytest.raises(InputError, match=message):
+        made(source, tmp_path / "native", TargetFormat("native"), logits=True)
+
+
 def test_a_file_that_breaks_while_it_is_read_ends_the_conversion(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
