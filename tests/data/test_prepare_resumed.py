@@ -242,7 +242,7 @@ def test_mending_a_bad_line_in_a_later_file_keeps_the_work_on_earlier_ones(
     assert contents(tmp_path / "tokens") == expected
     done = next(note for note in notes.notes if "going on after" in note)
     files = [(corpus / f"part-{number}.jsonl").read_bytes().count(b"\n") for number in range(2)]
-    assert int(done.split("behind ")[1].split()[0]) in range(files[0], sum(files) + 1)
+    assert int(done.split("going on after ")[1].split()[0]) in range(files[0], sum(files) + 1)
 
 
 @pytest.mark.parametrize(

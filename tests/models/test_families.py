@@ -393,6 +393,7 @@ def test_what_is_left_out_is_what_transformers_takes() -> None:
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "`rope_scaling.rope_type: dynamic`"),
         ("llama", {"rope_scaling": {"mrope_section": [4, 4]}}, "`rope_scaling.mrope_section: "),
         ("llama", {"rope_parameters": {"rope_theta": 5.0}}, "`rope_theta` stands there twice"),
+        ("llama", {"rope_parameters": [1]}, "`rope_parameters: [1]` is not an object"),
         (
             "llama",
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},

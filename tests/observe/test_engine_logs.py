@@ -184,6 +184,32 @@ def test_maxtext_says_how_many_devices_and_which_steps_its_profiler_slowed() -> 
     assert reader.facts.world_size == 8
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        'DLLL {"timestamp": "1", "step": 7, "data": {"reduced_train_loss": NaN, "train_step_timing in s": 0.5}}',
+        'DLLL {"timestamp": "1", "step": 7, "data": {"reduced_train_loss": -Infinity}}',
+        "Training epoch 0, iteration 7/9 | lr: 0.001 | global_step: 7 | reduced_train_loss: nan",
+        "Step 8 | loss:nan lr:0.001 tokens_per_second_per_gpu:1842.1",
+    ],
+)
+def test_a_step_whose_loss_is_not_finite_is_a_step_all_the_same(line: str) -> None:
+    events, _ = read_lines([line])
+    assert [(event["kind"], event["step"], event["loss"]) for event in events] == [("step", 7, None)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        " iteration  8/ 9 | consumed samples: 8 | elapsed time per iteration (ms): 0.0 | lm loss: 7.9E+00 |",
+        "completed step: 7, seconds: 0.000, TFLOP/s/device: 0.000, Tokens/s/device: 0.000, loss: 6.543",
+    ],
+)
+def test_a_step_without_a_duration_has_no_time(line: str) -> None:
+    (event,), _ = read_lines([line])
+    assert (event["step"], event["step_seconds"]) == (7, None)
+
+
 @pytest.mark.parametrize("name", sorted(file.name for file in DATA.iterdir() if file.suffix != ".gz"))
 def test_every_event_that_is_read_is_in_the_schema(name: str) -> None:
     for event in read(name)[0]:

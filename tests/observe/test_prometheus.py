@@ -50,6 +50,19 @@ def scraped(port: int) -> dict[str, tuple[dict[str, str], float]]:
     }
 
 
+def test_a_figure_that_is_no_number_is_not_that_of_the_step_before(tmp_path: Path) -> None:
+    port, warnings = free_port(), []
+    with exporter(tmp_path, port, warnings) as listener:
+        listener(STEP | {"grad_norm": 1.5})
+        assert {"trainshed_loss", "trainshed_grad_norm"} <= scraped(port).keys()
+        listener(STEP | {"step": 5, "loss": None, "grad_norm": None, "skipped": True})
+        found = scraped(port)
+        assert not {"trainshed_loss", "trainshed_grad_norm"} & found.keys()
+        assert found["trainshed_step"] == (LABELS, 6)
+        listener(STEP | {"step": 6, "loss": 2.0})
+        assert scraped(port)["trainshed_loss"] == (LABELS, 2.0)
+
+
 def test_a_scrape_gives_the_last_figures_with_run_and_attempt(tmp_path: Path) -> None:
     port, warnings = free_port(), []
     events: list[dict[str, Any]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from support.runs.small_generators import Answered, ask, begin, generating
 from trainshed.checkpoints.convert.convert import convert_weights
 from trainshed.checkpoints.formats import TargetFormat
 from trainshed.recipe import ModelConfig
+from trainshed.serve.generate import generate_text
 from trainshed.serve.kv_cache import ServingLimits
-from trainshed.serve.request import GenerationFinished
+from trainshed.serve.request import GenerationFinished, OutputToken, PrefillDone, SamplingParams
 
 LENGTHS = (3, 17, 1, 40)
 """Prompts of different lengths, one longer than the window of the model that has one, one of a single token."""
@@ -143,3 +145,23 @@ def test_more_answers_than_rows_and_than_cache_are_all_given(tmp_path: Path) -> 
         assert cramped.load().cached_tokens == 0
         assert cramped.load().generated_tokens_total == 12 * 16
         assert cramped.load().prompt_tokens_total == sum(map(len, asked))
+
+
+def test_the_seconds_of_an_answer_are_those_of_the_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that asks may be given the events only when all are there."""
+    now = [100.0]
+    monkeypatch.setattr("trainshed.serve.generate.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    events = [PrefillDone(), OutputToken(5, "a"), OutputToken(6, "b"), GenerationFinished("length")]
+
+    class AllAtOnce:
+        def submit(self, prompt: list[int], sampling: SamplingParams, on_event: Any) -> None:
+            for event in events:
+                now[0] += 1.0
+                on_event(event)
+
+        def close(self) -> None:
+            pass
+
+    model = SimpleNamespace(config=SimpleNamespace(max_positions=8), generator=lambda **_: AllAtOnce())
+    output = generate_text(model, [1], SamplingParams(max_tokens=2))  # type: ignore[arg-type]
+    assert (output.text, output.seconds) == ("ab", 3.0)

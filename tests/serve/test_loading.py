@@ -130,6 +130,11 @@ def test_gates_are_put_in_order_once(hf: Path) -> None:
     )
 
 
+def test_a_prompt_that_is_not_utf_8_is_refused(hf: Path) -> None:
+    with pytest.raises(InputError, match="the prompt is not UTF-8"):
+        load_model(str(hf)).encode("caf\udce9")
+
+
 def test_another_tokenizer_can_be_named(hf: Path, tmp_path: Path) -> None:
     save(KINDS["gpt2"](), CONFIGS["gpt2"], tmp_path / "words")
     for named in (tmp_path / "words", tmp_path / "words" / "tokenizer.json"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainshed.errors import AddressError, NotFound
-from trainshed.storage import expand
+from trainshed.storage import copy_tree, expand
 from trainshed.storage.listing import compile_glob, is_selected, literal_folder
 
 FILES = [
@@ -66,6 +67,19 @@ def test_nothing_found_says_where_to_look(tree: Path) -> None:
         expand(f"{tree}/*.parquet")
     with pytest.raises(NotFound, match="check the path"):
         expand(f"{tree}/nope")
+
+
+def test_a_file_name_that_no_manifest_can_hold_is_refused(tmp_path: Path) -> None:
+    try:
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.txt")).touch()
+    except OSError:
+        pytest.skip("this system has no such names")
+    for asked in (str(tmp_path), f"{tmp_path}/*.txt"):
+        with pytest.raises(AddressError, match="the name of a file is not UTF-8") as error:
+            expand(asked)
+        assert (error.value.where or "").endswith(r"/caf\xe9.txt")
+    with pytest.raises(AddressError, match="the name of a file is not UTF-8"):
+        copy_tree(str(tmp_path), f"{tmp_path}-copy")
 
 
 def test_a_pattern_on_a_web_server_is_refused() -> None:

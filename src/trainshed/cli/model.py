@@ -235,6 +235,7 @@ def compare(
         Report as text or json.
     """
     from trainshed.checkpoints.formats import open_weights
+    from trainshed.checkpoints.hf.weights import HfWeights
     from trainshed.cli.console import print_report, reporter
     from trainshed.errors import InputError, MissingExtra
 
@@ -250,6 +251,9 @@ def compare(
         raise MissingExtra.named("train", "comparing weights") from None
     report = reporter()
     with open_weights(a, reporter=report) as one, open_weights(b, reporter=report) as two:
+        for weights in (one, two):
+            if isinstance(weights, HfWeights):
+                weights.check_tied_head()
         asked = _read_prompts(prompts, tokenizer, (a, b), one, two) if prompts is not None else None
         comparison = compare_weights(one, two, workers=workers, reporter=report)
         answered = _logits_report(one, two, asked, report) if logits else None

@@ -72,7 +72,10 @@ class HfAttentionReader:
         if len(written) == 2 and self._config["rope_scaling"] != self._config["rope_parameters"]:
             raise self._error("`rope_scaling` and `rope_parameters` contradict each other", "keep one of them")
         name = written[0] if written else "rope_scaling"
-        nested = dict(self._config.get(name) or self._family.default_scaling)
+        written_scaling = self._config.get(name) or self._family.default_scaling
+        if not isinstance(written_scaling, Mapping):
+            raise self._error(f"`{name}: {as_json(written_scaling)}` is not an object", "write an object or null")
+        nested = dict(written_scaling)
         bases = {base for base in (self._config.get("rope_theta"), nested.pop("rope_theta", None)) if base is not None}
         if len(bases) > 1:
             raise self._error(f"`rope_theta` stands there twice, as {' and '.join(map(str, bases))}", "keep one")

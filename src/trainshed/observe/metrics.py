@@ -399,7 +399,7 @@ def _no_steps(
         )
     return InputError(
         f"{len(done)} steps are too few to measure by: none is left without the first one of each attempt, skipped "
-        "ones and those of another batch",
+        "ones, those without a time and those of another batch",
         where=where,
         hint="let it run for some more steps, or write --start",
     )

@@ -59,24 +59,28 @@ def generate_text(
     if sampling.max_tokens is None:
         length = model.config.max_positions
     generator = model.generator(max_sequences=1, max_length=length, eager=eager)
-    events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
+    events: queue.SimpleQueue[tuple[float, GenerationEvent]] = queue.SimpleQueue()
     ids: list[int] = []
     text, began = "", time.perf_counter()
+
+    def keep(event: GenerationEvent) -> None:
+        # The time is the generator's: this thread may see the first event only when the answer is complete.
+        events.put((time.perf_counter(), event))
+
     try:
-        generator.submit(list(tokens), sampling, events.put)
+        generator.submit(list(tokens), sampling, keep)
         while True:
-            event = events.get()
+            moment, event = events.get()
             if isinstance(event, GenerationFailed):
                 raise TrainshedError(f"the model could not go on: {event.reason}")
             if isinstance(event, PrefillDone):
-                began = time.perf_counter()
+                began = moment
                 continue
             text += event.text
             on_text(event.text)
             if isinstance(event, GenerationFinished):
                 break
             ids.append(event.token)
-        seconds = time.perf_counter() - began
     finally:
         generator.close()
-    return GenerationOutput(text, tuple(ids), len(tokens), event.finish_reason, seconds)
+    return GenerationOutput(text, tuple(ids), len(tokens), event.finish_reason, moment - began)

@@ -96,6 +96,10 @@ class LoadedModel:
                 where=self.address,
                 hint="name one: `--tokenizer FOLDER` (or hf://org/name); in Python `load_model(…, tokenizer=…)`",
             )
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:  # bytes of a command line, or half of a surrogate pair
+            raise InputError("the prompt is not UTF-8", hint="write it as UTF-8") from None
         return (
             self.tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else self.tokenizer.encode(prompt)
         )

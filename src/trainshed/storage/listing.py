@@ -47,6 +47,22 @@ def expand(address: str, options: StoreOptions | None = None) -> list[MatchedObj
 
 def list_matches(store: Store, address: Address) -> list[ObjectInfo]:
     """What `expand` finds, as the store describes it."""
+    infos = _matching_objects(store, address)
+    for info in infos:
+        _check_name(info.path, store)
+    return infos
+
+
+def _check_name(path: str, store: Store) -> None:
+    """Refuse a file name that no manifest could hold: one of a disk may be any bytes."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        shown = path.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        raise AddressError("the name of a file is not UTF-8", where=join(store.url, shown), hint="rename it") from None
+
+
+def _matching_objects(store: Store, address: Address) -> list[ObjectInfo]:
     path = address.path
     if address.scheme in ("http", "https"):
         if "*" in path:

@@ -17,7 +17,9 @@ from trainshed.checkpoints.convert.convert import Conversion, convert_weights
 from trainshed.checkpoints.formats import TargetFormat, detect_format, open_weights
 from trainshed.checkpoints.hf import writer as hf_writer
 from trainshed.checkpoints.prove.verdict import read_verdict
+from trainshed.cli import run_cli
 from trainshed.errors import CorruptData, InputError, NoSpace, NotFound, TokenizerError, TrainshedError
+from trainshed.serve.loading import load_model
 from trainshed.storage import LocalStore, Manifest
 
 TOKENIZER = {"tokenizer.json": b'{"a": 1}', "tokenizer_config.json": b"{}", "chat_template.jinja": b"{{ messages }}"}
@@ -189,6 +191,39 @@ def test_a_broken_source_is_an_error_by_name_and_leaves_nothing(what: str, sourc
         made(source, tmp_path / "target", TargetFormat("native"))
     assert not (tmp_path / "target").exists()
     assert leftovers(tmp_path) == []
+
+
+def test_a_tied_head_that_differs_from_the_embedding_is_never_lost(tmp_path: Path) -> None:
+    source, differs = saved("qwen2", tmp_path / "source"), saved("qwen2", tmp_path / "differs")
+    state = load_file(differs / "model.safetensors")
+    save_file(
+        {**state, "lm_head.weight": state["model.embed_tokens.weight"] + 1},
+        differs / "model.safetensors",
+        {"format": "pt"},
+    )
+    with pytest.raises(InputError, match="are one, and they differ"):
+        made(differs, tmp_path / "native", TargetFormat("native"))
+    with pytest.raises(InputError, match="are one, and they differ"):
+        load_model(str(differs), device="cpu")
+    assert run_cli(["model", "compare", str(source), str(differs)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"eos_token_id": "</s>"}, '`eos_token_id: "</s>"` is not the id of a token'),
+        ({"eos_token_id": []}, "is not the id of a token"),
+        ({"rope_parameters": None, "rope_theta": None}, "transformers cannot build this model: TypeError"),
+    ],
+)
+def test_a_config_that_transformers_cannot_use_is_named(
+    keys: dict[str, Any], message: str, source: Path, tmp_path: Path
+) -> None:
+    config = json.loads((source / "config.json").read_bytes())
+    (source / "config.json").write_text(json.dumps(config | keys))
+    (source / "generation_config.json").unlink(missing_ok=True)
+    with pytest.raises(InputError, match=message):
+        made(source, tmp_path / "native", TargetFormat("native"), logits=True)
 
 
 def test_a_file_that_breaks_while_it_is_read_ends_the_conversion(

@@ -16,6 +16,7 @@ from support.models import made_tokenizers
 from support.models.tiny_models import hf_model, save_tiny_hf
 from trainshed.checkpoints.convert.convert import Conversion, Dtype, convert_weights
 from trainshed.checkpoints.formats import TargetFormat, open_weights
+from trainshed.checkpoints.gguf.tokenizer_keys import gguf_vocabulary
 from trainshed.checkpoints.quantization import GgufBlocks
 from trainshed.cli import run_cli
 from trainshed.errors import CorruptData, InputError, TokenizerError
@@ -172,3 +173,40 @@ def test_llama_cpp_loads_it_and_predicts_the_same_tokens(tmp_path: Path, words: 
     assert [entry["id"] for entry in best[:3]] == wanted.topk(3).indices.tolist()
     # llama.cpp keeps keys and values in float16.
     assert max(abs(entry["logprob"] - float(wanted[entry["id"]])) for entry in best) < 2e-2
+
+
+TEMPLATES = {
+    "list": ("tokenizer_config.json", {"chat_template": [{"name": "default", "template": "{{ messages }}"}]}),
+    "file": ("chat_template.json", {"chat_template": "{{ messages }}"}),
+}
+
+
+@pytest.mark.parametrize("place", TEMPLATES)
+def test_the_chat_template_goes_along_wherever_it_stands(words: Path, place: str) -> None:
+    name, settings = TEMPLATES[place]
+    companions = {file.name: file.read_bytes() for file in words.iterdir()}
+    companions[name] = json.dumps(json.loads(companions.get(name, b"{}")) | settings).encode()
+    assert gguf_vocabulary(companions, SIZES["vocab_size"]).chat_template == "{{ messages }}"
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "refused"),
+    [
+        (None, None),
+        ({"type": "NFC"}, None),
+        ({"type": "Lowercase"}, "Lowercase"),
+        ({"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}, "Lowercase"),
+    ],
+)
+def test_a_tokenizer_that_changes_text_is_refused(
+    words: Path, normalizer: dict[str, Any] | None, refused: str | None
+) -> None:
+    companions = {file.name: file.read_bytes() for file in words.iterdir()}
+    companions["tokenizer.json"] = json.dumps(
+        json.loads(companions["tokenizer.json"]) | {"normalizer": normalizer}
+    ).encode()
+    if refused is None:
+        assert gguf_vocabulary(companions, SIZES["vocab_size"]).tokens
+    else:
+        with pytest.raises(TokenizerError, match=rf"changes text before it cuts it \({refused}\)"):
+            gguf_vocabulary(companions, SIZES["vocab_size"])

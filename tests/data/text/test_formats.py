@@ -16,8 +16,15 @@ from trainshed.cli import run_cli
 from trainshed.cli.data import prepare as prepare_command
 from trainshed.data.text import reader
 from trainshed.data.text.corpus import find_inputs
-from trainshed.data.text.formats import REFUSED_SUFFIXES, TextFormatName, detect_format, read_json_array
-from trainshed.data.text.reader import InputReader, extract_documents
+from trainshed.data.text.formats import (
+    INFLATE_BYTES,
+    REFUSED_SUFFIXES,
+    TextFormatName,
+    decompress,
+    detect_format,
+    read_json_array,
+)
+from trainshed.data.text.reader import BadLine, InputReader, extract_documents, extract_rows
 from trainshed.errors import BadDocument, InputError
 from trainshed.recipe.data import TextFormat
 from trainshed.storage import open_store
@@ -111,19 +118,55 @@ def test_a_broken_file_is_an_error_that_says_what_to_write(
 
 
 def test_bad_rows_of_tables_and_arrays_are_counted_by_row(tmp_path: Path, made_tokenizer: MadeTokenizer) -> None:
-    (tmp_path / "a.csv").write_bytes(b"id,text\n1,good\n2\n3,\xff\xfe\n")
+    (tmp_path / "a.csv").write_bytes(b"id,text\n1,good,\n2\n3,\xff\xfe\n4,Well, yes\n")
     (tmp_path / "b.json").write_text('[{"text": "good"}, 7, {"other": ""}]')
     tokenizer = made_tokenizer("llama3")
+    csv_places = [
+        "a.csv, row 2: no text: 'text' is null",
+        "a.csv, row 3: invalid UTF-8 in 'text'",
+        "a.csv, row 4: 3 fields, and the first line names 2 columns",
+    ]
     for name, kind, places in (
-        ("a.csv", None, ["a.csv, row 2: no text: 'text' is null", "a.csv, row 3: invalid UTF-8 in 'text'"]),
+        ("a.csv", None, csv_places),
         ("b.json", "json", ["b.json, row 2: a JSON number, not an object", "b.json, row 3: no key 'text'"]),
     ):
         prepared = prepare_text(tmp_path / name, tokenizer, tmp_path / f"{name}-out", kind=kind, on_bad_line="skip")
         counts = prepared.manifests[0].counts
-        assert (counts.documents, counts.bad_lines) == (1, 2)
+        assert (counts.documents, counts.bad_lines) == (1, len(places))
         assert [each.removeprefix(f"{tmp_path}/") for each in counts.bad_line_examples] == places
         with pytest.raises(BadDocument, match=r"null|not an object"):
             prepare_text(tmp_path / name, tokenizer, tmp_path / f"{name}-other", kind=kind)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_a_column_that_a_table_has_twice_is_an_error(tmp_path: Path, name: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / name
+    if path.suffix == ".csv":
+        path.write_text("text,text\none,two\n")
+    else:
+        pq.write_table(pa.table([pa.array(["one"]), pa.array(["two"])], names=["text", "text"]), path)
+    for columns in (None, ("text", "other")):
+        (piece,) = find_inputs([str(path)], columns=columns)
+        with pytest.raises(InputError, match="there is more than one column 'text'"):
+            list(InputReader(piece, *open_store(piece.address)).blocks())
+
+
+def test_a_row_with_a_bare_delimiter_is_no_conversation(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,answer\nhi,hello\nhi,hello, you\n")
+    (piece,) = find_inputs([str(tmp_path / "a.csv")], columns=("prompt", "answer"))
+    (block,) = InputReader(piece, *open_store(piece.address)).blocks()
+    (_, good), (number, bad) = extract_rows(block)
+    assert good == {"prompt": "hi", "answer": "hello"}
+    assert isinstance(bad, BadLine)
+    assert (number, bad.what) == (2, "3 fields, and the first line names 2 columns")
+
+
+def test_zeros_after_a_gzip_archive_are_padding_however_many_there_are() -> None:
+    archive = gzip.compress(b"one\n") + bytes(3 * INFLATE_BYTES) + gzip.compress(b"two\n") + bytes(INFLATE_BYTES)
+    assert b"".join(decompress([archive], "gz", "a.gz")) == b"one\ntwo\n"
 
 
 def test_an_array_too_large_to_be_read_whole_says_how_to_convert_it(monkeypatch: pytest.MonkeyPatch) -> None:

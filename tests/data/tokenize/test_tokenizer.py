@@ -69,6 +69,30 @@ def test_gpt2s_two_files_are_enough(tmp_path: Path, made_tokenizer: MadeTokenize
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"tokenizer_class": "Qwen2Tokenizer"}, "is a Qwen2Tokenizer"),
+        ({"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}, "adds a space before a text"),
+        ({"added_tokens_decoder": {"9": {"content": "<|im_end|>"}}}, r"has added tokens \(<\|im_end\|>\)"),
+    ],
+)
+def test_the_two_files_of_another_tokenizer_than_gpt2s_are_refused(
+    tmp_path: Path, made_tokenizer: MadeTokenizer, config: dict[str, object], what: str
+) -> None:
+    """They have no word on how text is cut, and GPT-2's way would give other tokens."""
+    model = json.loads(made_tokenizer("gpt2").json)["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
+    gpt2 = {"tokenizer_class": "GPT2Tokenizer", "added_tokens_decoder": {"0": {"content": "<|endoftext|>"}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(gpt2))
+    assert load_tokenizer(str(tmp_path)).backend.encode("a b").ids
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(TokenizerError, match=f"this tokenizer {what}") as error:
+        load_tokenizer(str(tmp_path))
+    assert "save_pretrained" in (error.value.hint or "")
+
+
 def test_a_sentencepiece_model_alone_is_refused_with_the_way_to_convert_it(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     with pytest.raises(TokenizerError, match="sentencepiece model") as error:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.models.tiny_models import hf_model, save_tiny_hf
-from trainshed.errors import TrainshedError
+from trainshed.errors import InputError, TrainshedError
 from trainshed.serve.evaluation.likelihood import Continuation, LikelihoodScorer
 from trainshed.serve.loading import load_model
 
@@ -55,3 +55,13 @@ def test_what_cannot_be_scored_is_said(tmp_path: Path) -> None:
     assert scorer.score([Continuation([1], [])])[0].logprob == 0.0
     with pytest.raises(TrainshedError, match="has 65 tokens, and the model has 64 positions"):
         scorer.score([Continuation([1], [1] * 65)])
+
+
+def test_weights_that_are_not_numbers_have_no_likelihood(tmp_path: Path) -> None:
+    """lm-eval would take the first choice of every question, and call that a score."""
+    save_tiny_hf("llama", tmp_path, seed=3)
+    decoder = load_model(str(tmp_path)).decoder
+    for parameter in decoder.parameters():
+        parameter.fill_(float("nan"))
+    with pytest.raises(InputError, match="the scores of the model are not numbers"):
+        LikelihoodScorer(decoder, max_length=64).score([Continuation([1], [2, 3])])

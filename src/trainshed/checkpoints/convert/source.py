@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trainshed.checkpoints.base import HF_EXCLUDE, HF_INCLUDE
 from trainshed.checkpoints.formats import WeightsFormat, detect_format, open_weights
+from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.native.folder import find_checkpoint
 from trainshed.checkpoints.weights import Weights
 from trainshed.recipe import ModelConfig
@@ -70,6 +71,8 @@ class ConversionSource:
             options=self._options,
             reporter=reporter,
         ) as weights:
+            if isinstance(weights, HfWeights):
+                weights.check_tied_head()
             yield weights
 
     def fingerprint(self) -> list[object]:

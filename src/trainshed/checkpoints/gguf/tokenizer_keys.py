@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainshed.checkpoints.hf.companion_files import special_token_ids
+from trainshed.data.tokenize.tokenizer import TEMPLATE_FILES, TOKENIZER_FILES, tokenizer_from_files
 from trainshed.errors import TokenizerError
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -47,6 +48,7 @@ def gguf_vocabulary(companions: Mapping[str, bytes], vocab_size: int) -> GgufVoc
         raise TokenizerError(
             f"a tokenizer of kind {kind} is not written into GGUF", where="tokenizer.json", hint="byte-level BPE is"
         )
+    _refuse_normalizer(body.get("normalizer"))
     tokens = {index: text for text, index in model["vocab"].items()}
     kinds = dict.fromkeys(tokens, NORMAL)
     for added in body.get("added_tokens") or ():
@@ -67,6 +69,18 @@ def gguf_vocabulary(companions: Mapping[str, bytes], vocab_size: int) -> GgufVoc
         adds_bos=_adds_bos(companions["tokenizer.json"], ids.get("bos_token_id")),
         chat_template=_chat_template(companions),
     )
+
+
+def _refuse_normalizer(normalizer: Mapping[str, Any] | None) -> None:
+    """Refuse what changes text before it is cut, which a GGUF file cannot say; llama.cpp leaves out Qwen's NFC too."""
+    steps = (normalizer or {}).get("normalizers") or ([normalizer] if normalizer else [])
+    changing = [step["type"] for step in steps if step["type"] != "NFC"]
+    if changing:
+        raise TokenizerError(
+            f"this tokenizer changes text before it cuts it ({', '.join(changing)}), and a GGUF file cannot say so",
+            where="tokenizer.json: normalizer",
+            hint="export as hf",
+        )
 
 
 def _cut(pre_tokenizer: Mapping[str, Any] | None) -> str:
@@ -98,7 +112,5 @@ def _adds_bos(tokenizer_json: bytes, bos: Any) -> bool:
 
 
 def _chat_template(companions: Mapping[str, bytes]) -> str | None:
-    if "chat_template.jinja" in companions:
-        return companions["chat_template.jinja"].decode()
-    template = json.loads(companions.get("tokenizer_config.json", b"{}")).get("chat_template")
-    return template if isinstance(template, str) else None
+    known = {name: data for name, data in companions.items() if name in (*TOKENIZER_FILES, *TEMPLATE_FILES)}
+    return tokenizer_from_files("tokenizer.json", known).chat_templates.get("default")

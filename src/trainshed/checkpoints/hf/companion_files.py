@@ -25,6 +25,7 @@ COMPANION_FILES = (
 )
 COMPANIONS_FOLDER = "tokenizer"
 """The folder of these files in formats other than Hugging Face's."""
+_SPECIAL_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -83,8 +84,11 @@ def special_token_ids(companions: Mapping[str, bytes]) -> dict[str, Any]:
             body = json.loads(companions.get(name, b"{}"))
         except ValueError:
             continue
-        keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-        ids = {key: body[key] for key in keys if body.get(key) is not None}
+        if not isinstance(body, dict):
+            continue
+        ids = {key: body[key] for key in _SPECIAL_TOKEN_IDS if body.get(key) is not None}
+        for key, value in ids.items():
+            _check_token_ids(key, value, name)
         if ids:
             return ids
     files = {name: data for name, data in companions.items() if name in TOKENIZER_FILES}
@@ -99,6 +103,17 @@ def special_token_ids(companions: Mapping[str, bytes]) -> dict[str, Any]:
         if token is not None:
             ids[f"{role}_id"] = token.id
     return ids
+
+
+def _check_token_ids(key: str, value: Any, name: str) -> None:
+    """Refuse ids that no token has: with them an answer would never end."""
+    ids = value if isinstance(value, list) else [value]
+    if not ids or not all(type(id) is int for id in ids):
+        raise TokenizerError(
+            f"`{key}: {json.dumps(value)}` is not the id of a token",
+            where=name,
+            hint="write a whole number or a list of some, or null where there is no such token",
+        )
 
 
 def _read_files(store: Store, folder: str) -> dict[str, bytes]:

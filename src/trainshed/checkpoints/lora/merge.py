@@ -71,6 +71,7 @@ def merge_adapter(
         raise InputError("there is something already", where=str(target), hint="choose another folder, or remove it")
     folder = ConversionFolder(target.with_name(f".{target.name}.merging"))
     with HfWeights(base) as weights, folder.locked():
+        weights.check_tied_head()
         if with_rows_of(str(adapter), weights, reporter=reporter) is not weights:
             raise InputError(
                 f"the adapter has rows for added tokens beyond the {weights.config.vocab_size:,} of the base, and a "

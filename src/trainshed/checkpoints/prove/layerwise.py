@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainshed.checkpoints.hf.weights import (
+    CONFIG,
     SAFETENSORS_DTYPES,
     Float8Entry,
     HfWeights,
@@ -326,10 +327,18 @@ def _build_meta_model(weights: HfWeights) -> nn.Module:
     with quiet_loggers(*_LOUD_IMPORTS):
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        # Of a model that sees pictures too, the part that reads text.
-        config = AutoConfig.from_pretrained(weights.folder, local_files_only=True).get_text_config()
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        try:
+            # Of a model that sees pictures too, the part that reads text.
+            config = AutoConfig.from_pretrained(weights.folder, local_files_only=True).get_text_config()
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        except Exception as error:  # whatever its classes make of values that they do not expect
+            raise InputError(
+                f"transformers cannot build this model: {type(error).__name__}: {error}",
+                where=str(weights.folder / CONFIG),
+                hint="mend config.json, or leave out the comparison with transformers (--no-logits)",
+            ) from error
+    model.eval()
     if hasattr(model, "set_experts_implementation"):  # transformers 5; its grouped products refuse odd widths
         model.set_experts_implementation("eager")
     for name, module in list(model.named_modules()):

@@ -133,10 +133,10 @@ def _inflate_gz(chunks: Iterable[bytes], where: str) -> Iterator[bytes]:
             data = piece
             while data:
                 if member.eof:
-                    member, started = zlib.decompressobj(wbits=31), False
                     data = data.lstrip(b"\0")  # tools pad archives with zeros
                     if not data:
                         break
+                    member, started = zlib.decompressobj(wbits=31), False
                 started = True
                 yield member.decompress(data)
                 data = member.unused_data
@@ -182,7 +182,17 @@ ARRAY_BYTES = 1024 * 1024 * 1024
 CONVERT_ARRAY = "jq -c '.[]' FILE.json > FILE.jsonl"
 
 
-def read_csv_column(chunks: Iterable[bytes], delimiter: str, column: str, where: str) -> Iterator[str | bytes | None]:
+@dataclass(frozen=True)
+class LongRow:
+    """A row of a table with more fields than the first line names: one of its texts holds a bare delimiter."""
+
+    fields: int
+    columns: int
+
+
+def read_csv_column(
+    chunks: Iterable[bytes], delimiter: str, column: str, where: str
+) -> Iterator[str | bytes | LongRow | None]:
     """Yield the text of one column, row by row: None where a row has none, bytes where it is not UTF-8.
 
     The first line names the columns. Quoted fields may hold line ends, as RFC 4180 says; broken quoting is an error,
@@ -201,17 +211,38 @@ def read_csv_column(chunks: Iterable[bytes], delimiter: str, column: str, where:
         )
     at = header.index(column)
     for row in rows:
-        yield _text_or_bytes(row[at]) if at < len(row) else None
+        if any(row[len(header) :]):
+            yield LongRow(len(row), len(header))
+        else:
+            yield _text_or_bytes(row[at]) if at < len(row) else None
 
 
-def read_csv_rows(chunks: Iterable[bytes], delimiter: str, where: str) -> Iterator[dict[str, str | bytes]]:
-    """Yield the rows of a table as objects; an empty field is left out of its row, one that is not UTF-8 is bytes."""
+def read_csv_rows(
+    chunks: Iterable[bytes], delimiter: str, wanted: tuple[str, ...], where: str
+) -> Iterator[dict[str, str | bytes] | LongRow]:
+    """Yield the rows of a table as objects; an empty field is left out of its row, one that is not UTF-8 is bytes.
+
+    Each of the `wanted` columns may be there once.
+    """
     rows = _csv_fields(chunks, delimiter, where)
-    header = next(rows, None)
+    header = next(rows, [])
+    _check_named_once(header, wanted, where)
     for row in rows:
-        assert header is not None
+        if any(row[len(header) :]):
+            yield LongRow(len(row), len(header))
+            continue
         fields = ((name, _text_or_bytes(text)) for name, text in zip(header, row, strict=False))
         yield {name: text for name, text in fields if text}
+
+
+def _check_named_once(names: list[str], wanted: tuple[str, ...], where: str) -> None:
+    double = next((name for name in wanted if names.count(name) > 1), None)
+    if double is not None:
+        raise InputError(
+            f"there is more than one column {double!r}",
+            where=where,
+            hint=f"its columns are {', '.join(names)}: give each a name of its own",
+        )
 
 
 def _csv_fields(chunks: Iterable[bytes], delimiter: str, where: str) -> Iterator[list[str]]:
@@ -338,6 +369,7 @@ def read_parquet_batches(
         columns = [wanted]
     else:
         columns = [name for name in wanted if name in parquet.schema_arrow.names]
+        _check_named_once(parquet.schema_arrow.names, wanted, address)
         if not columns:
             raise InputError(
                 f"there is no column {' or '.join(map(repr, wanted))}",
@@ -416,6 +448,7 @@ def _check_text_column(parquet: Any, column: str, address: str) -> None:
             where=address,
             hint=f"write --key with one of its columns: {', '.join(schema.names)}",
         )
+    _check_named_once(schema.names, (column,), address)
     kind = schema.field(column).type
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(value) or pa.types.is_large_string(value) or pa.types.is_string_view(value)):

@@ -19,6 +19,7 @@ import orjson
 from trainshed.data.text.document_reader import TEXT_FORMATS, read_registered
 from trainshed.data.text.formats import (
     DocumentBoundary,
+    LongRow,
     TextFileFormat,
     count_row_groups,
     count_rows_before_group,
@@ -177,14 +178,14 @@ class InputReader:
         if input_slice.columns is None:
             yield from self._row_blocks("strings", read_csv_column(self._plain(), delimiter, input_slice.key, where))
         else:
-            yield from self._row_blocks("rows", read_csv_rows(self._plain(), delimiter, where))
+            yield from self._row_blocks("rows", read_csv_rows(self._plain(), delimiter, input_slice.columns, where))
 
     def _row_blocks(self, kind: TextBlockKind, contents: Iterable[Any]) -> Iterator[TextBlock]:
         rows: list[Any] = []
         size, first = 0, 1
         for row in contents:
             rows.append(row)
-            size += sum(map(len, row.values())) if isinstance(row, dict) else len(row or "")
+            size += _row_size(row)
             if size >= BLOCK_BYTES:
                 yield self._rows_block(kind, rows, first)
                 rows, size, first = [], 0, first + len(rows)
@@ -231,6 +232,12 @@ class InputReader:
             reported += read
             yield TextBlock(kind, batch.contents, first, first - 1 + len(batch.contents), read)
             first += len(batch.contents)
+
+
+def _row_size(row: Any) -> int:
+    if isinstance(row, dict):
+        return sum(map(len, row.values()))
+    return len(row) if isinstance(row, str | bytes) else 0
 
 
 def _skip(block: TextBlock, count: int) -> TextBlock:
@@ -441,8 +448,9 @@ def extract_rows(block: TextBlock) -> Iterator[tuple[int, dict[str, Any] | BadLi
     for number, row in enumerate(contents, block.first_line):
         if isinstance(row, dict):
             yield number, row
-        elif isinstance(row, _InvalidText):
-            yield number, BadLine(number, row.what, row.hint)
+        elif isinstance(row, _InvalidText | LongRow):
+            invalid = _long_row(row) if isinstance(row, LongRow) else row
+            yield number, BadLine(number, invalid.what, invalid.hint)
         elif row is not None or block.kind != "jsonl":
             yield number, BadLine(number, f"a JSON {_json_name(row)}, not an object", _WRITE_OBJECT)
 
@@ -508,9 +516,18 @@ def _row_document(row: Any, key: str) -> _LineContent:
 def _cell_document(value: object, key: str) -> str | _InvalidText:
     if value is None:
         return _InvalidText(f"no text: {key!r} is null", "fill or drop such rows")
+    if isinstance(value, LongRow):
+        return _long_row(value)
     if not isinstance(value, str):
         return _InvalidText(f"invalid UTF-8 in {key!r}", "write the column as UTF-8")
     return value
+
+
+def _long_row(row: LongRow) -> _InvalidText:
+    return _InvalidText(
+        f"{row.fields} fields, and the first line names {row.columns} columns",
+        'write a field that holds the delimiter in quotes: "…"',
+    )
 
 
 def _paragraphs(payload: bytes) -> Iterator[tuple[int, _LineContent]]:

@@ -190,6 +190,7 @@ def tokenizer_from_files(address: str, files: dict[str, bytes]) -> Tokenizer:
                 raise TokenizerError(f"{name} is not a JSON object: {error}", where=address) from None
     data = files.get("tokenizer.json")
     if data is None:
+        _check_gpt2_files(config, address)
         data = _byte_level_bpe(files["vocab.json"], files["merges.txt"], address)
     digest = hashlib.sha256()
     for name in sorted(files.keys() & set(TOKENIZER_FILES)):
@@ -227,6 +228,30 @@ def _chat_templates(address: str, files: dict[str, bytes], config: dict[str, Any
     }
 
 
+_GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
+_GPT2_END = "<|endoftext|>"
+
+
+def _check_gpt2_files(config: dict[str, Any], address: str) -> None:
+    """Refuse vocab.json and merges.txt of another tokenizer than GPT-2's: they do not say how it cuts text."""
+    decoder = config.get("added_tokens_decoder")
+    added = [entry.get("content") for entry in decoder.values()] if isinstance(decoder, dict) else []
+    others = [text for text in added if text != _GPT2_END]
+    what = None
+    if config.get("tokenizer_class") not in _GPT2_CLASSES:
+        what = f"is a {config['tokenizer_class']}"
+    elif config.get("add_prefix_space"):
+        what = "adds a space before a text"
+    elif others:
+        what = f"has added tokens ({', '.join(map(str, others[:3]))}{', …' if len(others) > 3 else ''})"
+    if what is not None:
+        raise TokenizerError(
+            f"there is no tokenizer.json, and this tokenizer {what}, which vocab.json and merges.txt do not say",
+            where=address,
+            hint="convert it once: transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
+        )
+
+
 def _byte_level_bpe(vocab: bytes, merges: bytes, address: str) -> bytes:
     """Return GPT-2's two files (vocab.json, merges.txt) as a tokenizer.json."""
     tokenizers = _import_tokenizers()
@@ -243,8 +268,8 @@ def _byte_level_bpe(vocab: bytes, merges: bytes, address: str) -> bytes:
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    if "<|endoftext|>" in tokenizer.get_vocab():
-        tokenizer.add_special_tokens(["<|endoftext|>"])
+    if _GPT2_END in tokenizer.get_vocab():
+        tokenizer.add_special_tokens([_GPT2_END])
     return tokenizer.to_str().encode()
 
 

@@ -13,11 +13,10 @@ time. What NeMo calls `train_step_timing in s` is the mean of its `buffer_size` 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-import orjson
 
 from trainshed.observe.engine_logs.program_reader import (
     LogEvent,
@@ -83,9 +82,9 @@ class NemoReader(ProgramReader):
 
     def _read_dllogger(self, text: str) -> Iterator[LogEvent]:
         try:
-            body = orjson.loads(text)
+            body = json.loads(text)  # DLLogger writes a loss that is not finite as `NaN`, which only this one reads
             data, step = body["data"], body["step"]
-        except (orjson.JSONDecodeError, KeyError, TypeError):
+        except (ValueError, RecursionError, KeyError, TypeError):
             return  # a line that was cut off by a kill, or of another program
         if not isinstance(data, dict):
             return
@@ -109,7 +108,8 @@ class NemoReader(ProgramReader):
         global_step, seconds = figure(figures, "global_step"), figure(figures, *_STEP_SECONDS)
         loss, validation_loss = figure(figures, *_LOSS), figure(figures, *_VALIDATION_LOSS)
         number = int(global_step) if global_step is not None else step
-        if (seconds is not None or loss is not None) and self.is_new(number):
+        is_step = seconds is not None or any(name in figures for name in _LOSS)  # also one whose loss is not finite
+        if is_step and self.is_new(number):
             batch, consumed = figure(figures, "global_batch_size"), figure(figures, "consumed_samples")
             self.facts.global_batch = int(batch) if batch else self.facts.global_batch
             length = self.facts.sequence_length

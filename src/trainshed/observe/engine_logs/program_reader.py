@@ -65,7 +65,12 @@ class ProgramReader(ABC):
 
 
 def step_event(step: int, time: float | None = None, **values: Any) -> LogEvent:
-    """Return a step with all the keys that every step has; null for what the log does not say."""
+    """Return a step with all the keys that every step has; null for what the log does not say.
+
+    A step that took no time is one whose time is not known: its digits were cut, or the clock was set back.
+    """
+    if (values.get("step_seconds") or 0.0) <= 0:
+        values["step_seconds"] = None
     event: LogEvent = {"kind": "step", "step": step}
     if time is not None:
         event["time"] = time

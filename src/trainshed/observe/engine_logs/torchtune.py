@@ -65,12 +65,12 @@ class TorchtuneReader(ProgramReader):
 
     def _read_metrics(self, step: int, text: str) -> Iterator[LogEvent]:
         figures = dict(part.split(":", 1) for part in text.split())
-        if (loss := figure(figures, "loss")) is not None and self.is_new(step - 1):
+        if "loss" in figures and self.is_new(step - 1):
             memory = figure(figures, "peak_memory_alloc", "peak_memory_active")
             self.facts.memory_gib = max(self.facts.memory_gib or 0.0, memory or 0.0) or None
             yield step_event(
                 step - 1,
-                loss=loss,
+                loss=figure(figures, "loss"),
                 grad_norm=_tensor_figure(figures.get("grad_norm")),
                 lr=figure(figures, "lr"),
                 tokens_per_second_per_gpu=figure(figures, "tokens_per_second_per_gpu"),

@@ -135,6 +135,8 @@ class PrometheusExporter:
 
     def _take_step(self, event: Mapping[str, Any]) -> None:
         for key, name in _STEP_GAUGES.items():
+            if event.get(key) is None:
+                self._gauges[name].clear()  # a loss that is not finite: the one before must not pass for it
             self._set(name, event.get(key))
         self._set_named("trainshed_source_loss", event.get("source_losses"))
         self._set("trainshed_step", event["step"] + 1)

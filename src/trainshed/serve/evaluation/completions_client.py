@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -50,7 +51,7 @@ class CompletionsServer:
 
     def model(self) -> ModelOnServer:
         """Return the model that it serves, the first of several."""
-        models = self._ask("/v1/models").get("data") or []
+        models = self._ask("/v1/models", lambda answer: answer.get("data") or [])
         if not models:
             raise TrainshedError("the server names no model", where=self._shown("/v1/models"))
         return ModelOnServer(models[0]["id"], models[0].get("max_model_len"))
@@ -60,26 +61,30 @@ class CompletionsServer:
         common = {"model": model, "max_tokens": max_tokens, "temperature": 0}
         if chat:
             body = common | {"messages": [{"role": "user", "content": text}]}
-            return self._ask("/v1/chat/completions", body)["choices"][0]["message"]["content"] or ""
-        return self._ask("/v1/completions", common | {"prompt": text})["choices"][0]["text"]
+            return self._ask(
+                "/v1/chat/completions", lambda answer: answer["choices"][0]["message"]["content"] or "", body
+            )
+        body = common | {"prompt": text}
+        return self._ask("/v1/completions", lambda answer: answer["choices"][0]["text"], body)
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _ask(self, path: str, take: Callable[[Any], Any], body: dict[str, Any] | None = None) -> Any:
+        """Send a request; returns what `take` finds in the answer."""
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self.address(path), data=data, headers=self.headers())
             with waiting(self._shown(path)), urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
-                return json.loads(answer.read())
+                return take(json.loads(answer.read()))
         except urllib.error.HTTPError as error:
             with error:
                 reason = redacted(error.read().decode(errors="replace"))[:_SHOWN_CHARACTERS]
             raise TrainshedError(f"the server refuses: {error.code} {reason}", where=self._shown(path)) from None
-        except urllib.error.URLError as error:
+        except (OSError, http.client.HTTPException) as error:  # also where it goes away in the middle of an answer
             raise TrainshedError(
-                f"the server does not answer: {error.reason}",
+                f"the server does not answer: {getattr(error, 'reason', None) or error or type(error).__name__}",
                 where=self._shown(path),
                 hint="`trainshed serve CHECKPOINT` starts one; write --url http://HOST:PORT",
             ) from None
-        except ValueError:
+        except (ValueError, LookupError, TypeError, AttributeError):
             raise InputError("this server does not speak OpenAI's API", where=self._shown(path)) from None
 
     def _shown(self, path: str) -> str:

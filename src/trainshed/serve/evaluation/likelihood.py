@@ -9,12 +9,13 @@ Shapes: T tokens of a pass, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from trainshed.errors import TrainshedError
+from trainshed.errors import InputError, TrainshedError
 from trainshed.models.decoder import DecoderStage
 from trainshed.serve.kv_cache import ServingLimits
 from trainshed.serve.runner import ModelRunner, ScheduledTokens
@@ -179,6 +180,11 @@ class LikelihoodScorer:
         at, tokens, _ = torch.tensor(wanted, device=states.device).unbind(1)
         at = at - first
         logprobs = (logits[at, tokens] - logits.logsumexp(-1)[at]).tolist()
+        if any(map(math.isnan, logprobs)):
+            raise InputError(
+                "the scores of the model are not numbers: its weights are broken, or too large for their dtype",
+                hint="try --dtype bf16 or fp32",
+            )
         greedy = (logits.argmax(-1)[at] == tokens).tolist()
         for (_, _, number), logprob, is_greedy in zip(wanted, logprobs, greedy, strict=True):
             totals[number].logprob += logprob
