@@ -7,6 +7,7 @@ bucket that they are copied to, by our own code: beside training where pods have
     <to>/<name>/<id>/checkpoints-megatron/iter_0000100/…               the files, as the engine wrote them
     <to>/<name>/<id>/checkpoints-megatron/iter_0000100.manifest.json   written last: without it there is no checkpoint
     <to>/<name>/<id>/checkpoints-megatron/latest_checkpointed_iteration.txt
+    <to>/<name>/<id>/checkpoints/…                                     of Megatron-Bridge and NeMo 24.07
 
 A copy that is interrupted goes on where it was (`storage/copy.py`), and a checkpoint that is there is not sent again.
 The manifest has the checksum of every file, made on the way to the bucket; what is fetched must have the same ones. A
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainshed.checkpoints.foreign import ForeignCheckpoint, list_foreign
+from trainshed.checkpoints.foreign import BRIDGE_LATEST, BRIDGE_STATE, ForeignCheckpoint, list_foreign
 from trainshed.checkpoints.megatron.retention import LATEST_ITERATION
 from trainshed.errors import AccessDenied, CorruptData, NotFound, StorageError
 from trainshed.reporting import SILENT, Reporter
@@ -80,8 +81,9 @@ def upload_checkpoints(
         for checkpoint in kept  # the newest first: a run goes on from it
         if checkpoint.path.name not in there and _upload(run, checkpoint, bucket, address, folder, options, reporter)
     ]
-    if sent and folder == MEGATRON_CHECKPOINTS:
-        bucket.put(f"{folder}/{LATEST_ITERATION}", str(max([*sent, *there.values()])).encode())
+    if sent:
+        names = there | {checkpoint.path.name: checkpoint.step for checkpoint in kept if checkpoint.step in sent}
+        _name_latest(bucket, folder, max(names, key=lambda name: names[name]))
     _remove_old(bucket, folder, keep)
     return sorted(sent)
 
@@ -101,15 +103,16 @@ def follow_checkpoints(
     A bucket that does not answer is tried again: training does not end because of it. The bucket is asked only when
     the run's folder has something new.
     """
-    proven: list[int] | None = None
+    proven: list[tuple[int, int]] = []
     while not is_stopping():
         listing = list_foreign(run)
-        steps = [] if listing is None else [row.step for row in listing.checkpoints if row.complete]
-        if steps != (proven or []):
+        # With their bytes: one that has grown while it was copied is copied again.
+        there = [] if listing is None else [(row.step, row.bytes) for row in listing.checkpoints if row.complete]
+        if there != proven:
             try:
                 for step in upload_checkpoints(run, address, keep=keep, options=options, reporter=reporter):
                     reporter.note(f"the checkpoint of step {step} is in {address}")
-                proven = steps
+                proven = there
             except AccessDenied:
                 raise  # no wait changes it
             except StorageError as error:
@@ -124,7 +127,7 @@ def fetch_checkpoints(
 ) -> int | None:
     """Copy the newest checkpoint of the bucket into a run's folder that has none; returns its step, None if none is.
 
-    What makes the engine find it (`latest_checkpointed_iteration.txt`) is written last.
+    What makes the engine find it (`latest_checkpointed_iteration.txt`, `latest_train_state.pt`) is written last.
     """
     listing = list_foreign(run)
     if listing is not None and any(checkpoint.complete for checkpoint in listing.checkpoints):
@@ -151,8 +154,7 @@ def fetch_checkpoints(
     else:
         shutil.rmtree(target, ignore_errors=True)
         partial.replace(target)
-    if newest.folder == MEGATRON_CHECKPOINTS:
-        LocalStore(run / newest.folder).put(LATEST_ITERATION, str(newest.step).encode())
+    _name_latest(LocalStore(run), newest.folder, newest.name)
     return newest.step
 
 
@@ -171,6 +173,16 @@ def mirrored_checkpoints(bucket: Store) -> Iterator[MirroredCheckpoint]:
                     is_file=bool(body.get("is_file")),
                     checksums=body.get("files", {}),
                 )
+
+
+def _name_latest(store: Store, folder: str, name: str) -> None:
+    """Write the files that make the engine go on from a checkpoint; NeMo 24.07 goes by the names alone."""
+    iteration = _ITERATION.fullmatch(name)
+    if iteration is None:
+        return
+    if store.head(f"{folder}/{name}/{BRIDGE_STATE}") is not None:
+        store.put(f"{folder}/{BRIDGE_LATEST}", store.read(f"{folder}/{name}/{BRIDGE_STATE}"))
+    store.put(f"{folder}/{LATEST_ITERATION}", str(int(iteration[1])).encode())
 
 
 def _upload(
