@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from support.models.tiny_models import save_tiny_hf
 from trainshed.checkpoints import mirror
@@ -105,6 +108,96 @@ def test_checkpoints_of_megatron_bridge_come_back_with_both_files_that_name_the_
     assert upload_checkpoints(run, address, keep=1) == [30]
     assert [each.step for each in mirrored_checkpoints(bucket)] == [30]
     assert bucket.read(BRIDGE_LATEST) == b"state 30"
+
+
+def write_torchtune_weights(run: Path, number: int) -> Path:
+    folder = run / f"checkpoints/epoch_{number}"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = "model-00001-of-00001.safetensors"
+    save_file({"weight": torch.full((64,), float(number))}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": file}}))
+    return folder
+
+
+def write_torchtune_state(run: Path, passes: int) -> Path:
+    """torchtune 0.6 writes it anew after the weights of every pass but the last."""
+    file = run / "checkpoints/recipe_state/recipe_state.pt"
+    file.parent.mkdir(exist_ok=True)
+    torch.save({"epochs_run": passes, "optimizer": {"weight": torch.full((64,), float(passes))}}, file)
+    return file
+
+
+def end_torchtune(run: Path, last: str) -> None:
+    (run / "checkpoints/finished.json").write_text(json.dumps({"length": "epochs=3", "checkpoint": last}))
+
+
+def test_weights_of_torchtune_go_to_the_bucket_with_the_state_after_them(address: str, tmp_path: Path) -> None:
+    run, bucket = tmp_path / "run", open_folder(address)
+    write_torchtune_weights(run, 0)
+    assert upload_checkpoints(run, address) == [], "a state is written after them"
+    state = write_torchtune_state(run, 1)
+    assert upload_checkpoints(run, address) == [0]
+    write_torchtune_weights(run, 1)
+    content = state.read_bytes()
+    state.write_bytes(content[: len(content) // 2])  # the next state is being written
+    assert upload_checkpoints(run, address) == []
+    shutil.rmtree(run)
+    assert fetch_checkpoints(run, address) == 0
+    assert state.read_bytes() == content
+    before = files_of(write_torchtune_weights(run, 1))
+    content = write_torchtune_state(run, 2).read_bytes()
+    assert upload_checkpoints(run, address) == [1]
+    assert fetch_checkpoints(run, address) is None, "the run has its own"
+    write_torchtune_weights(run, 2)
+    assert upload_checkpoints(run, address) == [], "the last weights have no state"
+    shutil.rmtree(run)
+    assert fetch_checkpoints(run, address) == 1
+    assert (files_of(run / "checkpoints/epoch_1"), state.read_bytes()) == (before, content)
+    write_torchtune_weights(run, 2)
+    end_torchtune(run, "epoch_2")
+    assert upload_checkpoints(run, address, keep=2) == [2]
+    assert [info.path for info in bucket.list("checkpoints") if "epoch_0" in info.path] == []
+    shutil.rmtree(run)
+    assert fetch_checkpoints(run, address) == 2
+    assert json.loads((run / "checkpoints/finished.json").read_text())["checkpoint"] == "epoch_2"
+
+
+def test_weights_of_torchtune_whose_state_is_gone_are_copied_and_nothing_goes_on_from_them(
+    address: str, tmp_path: Path
+) -> None:
+    """A job on Slurm copies after training: of the state there is only the last."""
+    run = tmp_path / "run"
+    for number in range(3):
+        write_torchtune_weights(run, number)
+    write_torchtune_state(run, 2)
+    assert upload_checkpoints(run, address) == [0, 1], "the last pass is not over"
+    copies = {each.step: each.resumable for each in mirrored_checkpoints(open_folder(address))}
+    assert copies == {0: False, 1: True}
+    other = tmp_path / "other"
+    assert fetch_checkpoints(other, address) == 1
+    assert (other / "checkpoints/recipe_state/recipe_state.pt").is_file()
+
+
+def test_a_state_of_torchtune_that_is_written_while_it_is_copied_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, address = tmp_path / "run", str(tmp_path / "bucket")
+    write_torchtune_weights(run, 0)
+    write_torchtune_state(run, 1)
+    copy = mirror.copy_tree
+
+    def next_save(source: str, *arguments: Any, **keywords: Any) -> Any:
+        done = copy(source, *arguments, **keywords)
+        if source.endswith("recipe_state") and not (run / "checkpoints/epoch_1").exists():
+            write_torchtune_weights(run, 1)
+            write_torchtune_state(run, 2)
+        return done
+
+    monkeypatch.setattr(mirror, "copy_tree", next_save)
+    assert upload_checkpoints(run, address, keep=1) == []
+    assert fetch_checkpoints(tmp_path / "other", address) is None
+    assert upload_checkpoints(run, address, keep=1) == [1]
+    assert fetch_checkpoints(tmp_path / "other", address) == 1
 
 
 def test_a_checkpoint_that_grows_while_it_is_copied_is_copied_again(
