@@ -148,5 +148,8 @@ def test_bridges_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (path.parent / "latest_checkpointed_iteration.txt").unlink()
     for file in (path / "train_state.pt", path.parent / "latest_train_state.pt"):
         torch.save({"step": 50}, file)
+    # It is the last file of a save: without it Megatron-Bridge takes the folder for one of Megatron-LM, and stops.
+    assert not report(capsys, str(tmp_path))[1]["checkpoints"][0]["complete"]
+    (path / "run_config.yaml").write_text("model: {}")
     code, data = report(capsys, str(tmp_path), "--verify")
     assert (code, data["engine"], data["latest"]) == (0, "megatron-bridge", 50)

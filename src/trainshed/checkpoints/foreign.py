@@ -1,7 +1,7 @@
 """Checkpoints that another engine wrote into a run's folder: listed, proven as far as their format goes, removed.
 
     checkpoints-megatron/iter_0000100/    Megatron-LM (`megatron/retention.py`)
-    checkpoints/iter_0000100/             Megatron-Bridge: the same, and `train_state.pt`
+    checkpoints/iter_0000100/             Megatron-Bridge: the same, and `train_state.pt`; `run_config.yaml` is the last
     checkpoints/epoch_0/, step_100/       torchtune: the weights, and the state of the run beside them or (0.6) in
                                           `recipe_state/`; the last weights of a run have none
     checkpoints/…step=100…                NeMo 24.07: a file `….-unfinished` beside it while it is written
@@ -35,8 +35,9 @@ from trainshed.run_folder import CHECKPOINTS, MEGATRON_CHECKPOINTS
 
 ForeignEngine = Literal["megatron", "megatron-bridge", "torchtune", "nemo"]
 METADATA = ".metadata"
-_BRIDGE_STATE = "train_state.pt"
-_BRIDGE_LATEST = f"latest_{_BRIDGE_STATE}"
+BRIDGE_STATE = "train_state.pt"
+BRIDGE_LATEST = f"latest_{BRIDGE_STATE}"
+_BRIDGE_CONFIG = "run_config.yaml"
 _TORCHTUNE = re.compile(r"(epoch|step)_(\d+)")
 _INDEX = "model.safetensors.index.json"
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -92,8 +93,8 @@ def _list_megatron(folder: Path) -> ForeignListing | None:
         return None
     bridge = folder.name == CHECKPOINTS
     latest = latest_iteration(folder)
-    if latest is None and bridge and (folder / _BRIDGE_LATEST).is_file():
-        latest = max((number for number, path in folders.items() if (path / _BRIDGE_STATE).is_file()), default=None)
+    if latest is None and bridge and (folder / BRIDGE_LATEST).is_file():
+        latest = max((number for number, path in folders.items() if (path / BRIDGE_STATE).is_file()), default=None)
     rows = []
     for iteration, path in folders.items():
         reason = None
@@ -101,6 +102,9 @@ def _list_megatron(folder: Path) -> ForeignListing | None:
             reason = "it has no table of contents: its save or its removal was interrupted"
         elif latest is None or iteration > latest:
             reason = f"its save has not ended: the latest is {'none' if latest is None else latest}"
+        elif bridge and not (path / _BRIDGE_CONFIG).is_file():
+            # Written after what names the latest; without it Megatron-Bridge takes the folder for one of Megatron-LM.
+            reason = f"its save has not ended: it has no {_BRIDGE_CONFIG}"
         rows.append(ForeignCheckpoint(iteration, path, _size(path), reason, latest=iteration == latest))
     return _listing("megatron-bridge" if bridge else "megatron", folder, rows)
 

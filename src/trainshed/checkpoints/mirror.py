@@ -7,6 +7,8 @@ bucket that they are copied to, by our own code: beside training where pods have
     <to>/<name>/<id>/checkpoints-megatron/iter_0000100/…               the files, as the engine wrote them
     <to>/<name>/<id>/checkpoints-megatron/iter_0000100.manifest.json   written last: without it there is no checkpoint
     <to>/<name>/<id>/checkpoints-megatron/latest_checkpointed_iteration.txt
+    <to>/<name>/<id>/checkpoints/…                                     of Megatron-Bridge, NeMo 24.07 and torchtune
+    <to>/<name>/<id>/checkpoints/recipe_state/epoch_0/…                torchtune's state after these weights
 
 A copy that is interrupted goes on where it was (`storage/copy.py`), and a checkpoint that is there is not sent again.
 The manifest has the checksum of every file, made on the way to the bucket; what is fetched must have the same ones. A
@@ -25,8 +27,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainshed.checkpoints.foreign import ForeignCheckpoint, list_foreign
+from trainshed.checkpoints.foreign import BRIDGE_LATEST, BRIDGE_STATE, ForeignCheckpoint, list_foreign
 from trainshed.checkpoints.megatron.retention import LATEST_ITERATION
+from trainshed.checkpoints.torchtune_state import FINISHED, read_torchtune_state
+from trainshed.checkpoints.torchtune_state import STATE_FOLDER as TORCHTUNE_STATE
 from trainshed.errors import AccessDenied, CorruptData, NotFound, StorageError
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CHECKPOINTS, MEGATRON_CHECKPOINTS
@@ -41,6 +45,7 @@ FOLLOW_SECONDS = 30.0
 _MANIFEST = ".manifest.json"
 _FOLDERS = (MEGATRON_CHECKPOINTS, CHECKPOINTS)
 _ITERATION = re.compile(r"iter_(\d+)")
+_NUMBERED = re.compile(r"(?:iter|epoch)_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,28 @@ class MirroredCheckpoint:
     is_file: bool = False
     checksums: dict[str, str] = field(default_factory=dict, compare=False)
     """By the path of each file below the checkpoint."""
+    resumable: bool = True
+    """Whether a run can go on from it; of torchtune some are weights alone."""
+    state: dict[str, str] = field(default_factory=dict, compare=False)
+    """Checksums of torchtune's state of the run, which lies apart."""
+    ended: str | None = None
+    """What says that the run has ended with it."""
+
+
+@dataclass(frozen=True)
+class _Committed:
+    """A checkpoint that the engine has written to its end."""
+
+    checkpoint: ForeignCheckpoint
+    state: Path | None = None
+    """The folder of torchtune's state of the run, where that is the state after this checkpoint."""
+    state_version: tuple[int, int] | None = None
+    ended: str | None = None
+    resumable: bool = True
+
+    @property
+    def key(self) -> tuple[int, int, bool]:
+        return self.checkpoint.step, self.checkpoint.bytes, self.resumable
 
 
 def upload_checkpoints(
@@ -69,21 +96,20 @@ def upload_checkpoints(
 
     The newest `keep` stay in the bucket (None: all).
     """
-    listing = list_foreign(run)
-    if listing is None:
+    committed = _committed(run)
+    if not committed:
         return []
-    bucket, folder = open_folder(address, options), listing.folder.name
+    bucket, folder = open_folder(address, options), committed[0].checkpoint.path.parent.name
     there = {mirrored.name: mirrored.step for mirrored in mirrored_checkpoints(bucket) if mirrored.folder == folder}
-    kept = [checkpoint for checkpoint in listing.checkpoints if checkpoint.complete][:keep]
-    sent = [
-        checkpoint.step
-        for checkpoint in kept  # the newest first: a run goes on from it
-        if checkpoint.path.name not in there and _upload(run, checkpoint, bucket, address, folder, options, reporter)
-    ]
-    if sent and folder == MEGATRON_CHECKPOINTS:
-        bucket.put(f"{folder}/{LATEST_ITERATION}", str(max([*sent, *there.values()])).encode())
+    sent = {}
+    for row in committed[:keep]:  # the newest first: a run goes on from it
+        name = row.checkpoint.path.name
+        if name not in there and _upload(run, row, bucket, address, options, reporter):
+            sent[name] = row.checkpoint.step
+    if sent:
+        _name_latest(bucket, folder, max(there | sent, key=lambda name: (there | sent)[name]))
     _remove_old(bucket, folder, keep)
-    return sorted(sent)
+    return sorted(sent.values())
 
 
 def follow_checkpoints(
@@ -101,15 +127,15 @@ def follow_checkpoints(
     A bucket that does not answer is tried again: training does not end because of it. The bucket is asked only when
     the run's folder has something new.
     """
-    proven: list[int] | None = None
+    proven: list[tuple[int, int, bool]] = []
     while not is_stopping():
-        listing = list_foreign(run)
-        steps = [] if listing is None else [row.step for row in listing.checkpoints if row.complete]
-        if steps != (proven or []):
+        # With their bytes: one that has grown while it was copied is copied again.
+        there = [row.key for row in _committed(run)]
+        if there != proven:
             try:
                 for step in upload_checkpoints(run, address, keep=keep, options=options, reporter=reporter):
                     reporter.note(f"the checkpoint of step {step} is in {address}")
-                proven = steps
+                proven = there
             except AccessDenied:
                 raise  # no wait changes it
             except StorageError as error:
@@ -124,36 +150,57 @@ def fetch_checkpoints(
 ) -> int | None:
     """Copy the newest checkpoint of the bucket into a run's folder that has none; returns its step, None if none is.
 
-    What makes the engine find it (`latest_checkpointed_iteration.txt`) is written last.
+    What makes the engine find it (`latest_checkpointed_iteration.txt`, `latest_train_state.pt`) is written last.
     """
-    listing = list_foreign(run)
-    if listing is not None and any(checkpoint.complete for checkpoint in listing.checkpoints):
+    if any(row.resumable for row in _committed(run)):
         return None
-    newest = max(mirrored_checkpoints(open_folder(address, options)), key=lambda mirrored: mirrored.step, default=None)
+    copies = (copy for copy in mirrored_checkpoints(open_folder(address, options)) if copy.resumable)
+    newest = max(copies, key=lambda mirrored: mirrored.step, default=None)
     if newest is None:
         return None
-    target = run / newest.folder / newest.name
-    partial = target.with_name(f".{newest.name}.partial")
+    hint = f"delete {join(address, f'{newest.folder}/{newest.name}{_MANIFEST}')}, and the checkpoint before it is taken"
     source = join(address, f"{newest.folder}/{newest.name}")
-    copy_tree(source, str(partial), options=options, reporter=reporter)
-    arrived = Manifest.read(LocalStore(partial), COPY_MANIFEST).files
-    if (damage := _difference(newest, arrived)) is not None:
-        shutil.rmtree(partial)  # the bucket may be mended
-        raise CorruptData(
-            f"{newest.name}: {damage}",
-            where=source,
-            hint=f"delete {source}{_MANIFEST}, and the checkpoint before it is taken",
-        )
-    shutil.rmtree(partial / STATE_FOLDER)  # the copy's own records
+    partial = run / newest.folder / f".{newest.name}.partial"
+    _fetch(source, partial, newest.checksums, newest.bytes, hint, options, reporter)
+    target = run / newest.folder / newest.name
     if newest.is_file:
         (partial / newest.name).replace(target)
         shutil.rmtree(partial)
     else:
-        shutil.rmtree(target, ignore_errors=True)
-        partial.replace(target)
-    if newest.folder == MEGATRON_CHECKPOINTS:
-        LocalStore(run / newest.folder).put(LATEST_ITERATION, str(newest.step).encode())
+        _replace_folder(partial, target)
+    if newest.state:
+        state = run / newest.folder / TORCHTUNE_STATE
+        partial = state.with_name(f".{TORCHTUNE_STATE}.{newest.name}.partial")
+        source = join(address, f"{newest.folder}/{TORCHTUNE_STATE}/{newest.name}")
+        _fetch(source, partial, newest.state, None, hint, options, reporter)
+        _replace_folder(partial, state)
+    if newest.ended is not None:
+        LocalStore(run / newest.folder).put(FINISHED, newest.ended.encode())
+    _name_latest(LocalStore(run), newest.folder, newest.name)
     return newest.step
+
+
+def _fetch(
+    source: str,
+    partial: Path,
+    checksums: dict[str, str],
+    size: int | None,
+    hint: str,
+    options: StoreOptions | None,
+    reporter: Reporter,
+) -> None:
+    """Copy a folder of the bucket and compare it with what was committed."""
+    copy_tree(source, str(partial), options=options, reporter=reporter)
+    arrived = Manifest.read(LocalStore(partial), COPY_MANIFEST).files
+    if (damage := _difference(checksums, size, arrived)) is not None:
+        shutil.rmtree(partial)  # the bucket may be mended
+        raise CorruptData(f"{source.rsplit('/', 1)[-1]}: {damage}", where=source, hint=hint)
+    shutil.rmtree(partial / STATE_FOLDER)  # the copy's own records
+
+
+def _replace_folder(new: Path, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    new.replace(folder)
 
 
 def mirrored_checkpoints(bucket: Store) -> Iterator[MirroredCheckpoint]:
@@ -170,29 +217,70 @@ def mirrored_checkpoints(bucket: Store) -> Iterator[MirroredCheckpoint]:
                     body["bytes"],
                     is_file=bool(body.get("is_file")),
                     checksums=body.get("files", {}),
+                    resumable=body.get("resumable", True),
+                    state=body.get("state", {}),
+                    ended=body.get("ended"),
                 )
+
+
+def _committed(run: Path) -> list[_Committed]:
+    """Return what the engine has committed in a run's folder, newest first."""
+    listing = list_foreign(run)
+    whole = [] if listing is None else [checkpoint for checkpoint in listing.checkpoints if checkpoint.complete]
+    if listing is None or listing.engine != "torchtune":
+        return [_Committed(checkpoint) for checkpoint in whole]
+    beside = read_torchtune_state(listing.folder)
+    rows = []
+    for checkpoint in whole:
+        name = checkpoint.path.name
+        if name.startswith("epoch_") and beside.has_committed(name):
+            resumes = beside.resumes_from(name)
+            ended = beside.ended if name == beside.last else None
+            rows.append(
+                _Committed(
+                    checkpoint,
+                    listing.folder / TORCHTUNE_STATE if resumes else None,
+                    beside.version if resumes else None,
+                    ended,
+                    resumes or ended is not None,
+                )
+            )
+    return rows
+
+
+def _name_latest(store: Store, folder: str, name: str) -> None:
+    """Write the files that make the engine go on from a checkpoint; NeMo 24.07 goes by the names alone."""
+    iteration = _ITERATION.fullmatch(name)
+    if iteration is None:
+        return
+    if store.head(f"{folder}/{name}/{BRIDGE_STATE}") is not None:
+        store.put(f"{folder}/{BRIDGE_LATEST}", store.read(f"{folder}/{name}/{BRIDGE_STATE}"))
+    store.put(f"{folder}/{LATEST_ITERATION}", str(int(iteration[1])).encode())
 
 
 def _upload(
     run: Path,
-    checkpoint: ForeignCheckpoint,
+    row: _Committed,
     bucket: Store,
     address: str,
-    folder: str,
     options: StoreOptions | None,
     reporter: Reporter,
 ) -> bool:
     """Copy a checkpoint and commit it; False where it was removed or written anew meanwhile."""
-    name = checkpoint.path.name
-    target = join(address, f"{folder}/{name}")
+    checkpoint = row.checkpoint
+    folder, name = checkpoint.path.parent.name, checkpoint.path.name
     is_file = checkpoint.path.is_file()
+    state: tuple[FileEntry, ...] = ()
     try:
-        copy_tree(str(checkpoint.path), target, options=options, reporter=reporter)
+        if row.state is not None:  # first: the next save writes it anew
+            state = _copy(row.state, join(address, f"{folder}/{TORCHTUNE_STATE}/{name}"), options, reporter)
+            if read_torchtune_state(checkpoint.path.parent).version != row.state_version:
+                return False
+        files = _copy(checkpoint.path, join(address, f"{folder}/{name}"), options, reporter)
     except NotFound:
         if _is_still(run, checkpoint):
             raise
         return False
-    files = Manifest.read(open_folder(target, options), COPY_MANIFEST).files
     if sum(entry.size for entry in files) != checkpoint.bytes or not _is_still(run, checkpoint):
         return False
     manifest = {
@@ -201,9 +289,17 @@ def _upload(
         "bytes": checkpoint.bytes,
         "is_file": is_file,
         "files": {entry.path: entry.checksum for entry in files},
+        "resumable": row.resumable,
+        "state": {entry.path: entry.checksum for entry in state},
+        "ended": row.ended,
     }
     bucket.put(f"{folder}/{name}{_MANIFEST}", json.dumps(manifest, indent=1).encode() + b"\n")
     return True
+
+
+def _copy(source: Path, target: str, options: StoreOptions | None, reporter: Reporter) -> tuple[FileEntry, ...]:
+    copy_tree(str(source), target, options=options, reporter=reporter)
+    return Manifest.read(open_folder(target, options), COPY_MANIFEST).files
 
 
 def _is_still(run: Path, checkpoint: ForeignCheckpoint) -> bool:
@@ -213,31 +309,37 @@ def _is_still(run: Path, checkpoint: ForeignCheckpoint) -> bool:
     return any((row.path, row.bytes, row.complete) == (checkpoint.path, checkpoint.bytes, True) for row in rows)
 
 
-def _difference(mirrored: MirroredCheckpoint, arrived: tuple[FileEntry, ...]) -> str | None:
+def _difference(checksums: dict[str, str], size: int | None, arrived: tuple[FileEntry, ...]) -> str | None:
     """Return how files that were fetched differ from those that were committed, None if they do not."""
-    size = sum(entry.size for entry in arrived)
-    if size != mirrored.bytes:
-        return f"it has {size} bytes, and its manifest says {mirrored.bytes}"
+    if size is not None and (there := sum(entry.size for entry in arrived)) != size:
+        return f"it has {there} bytes, and its manifest says {size}"
     got = {entry.path: entry.checksum for entry in arrived}
-    for path, checksum in sorted(mirrored.checksums.items()):
+    for path, checksum in sorted(checksums.items()):
         if got.get(path) != checksum:
             return f"{path} does not have the checksum of its manifest" if path in got else f"{path} is missing"
     return None
 
 
 def _remove_old(bucket: Store, folder: str, keep: int | None) -> None:
-    """Remove all but the newest `keep`, the manifest first: what an interruption leaves is not a checkpoint."""
+    """Remove all but the newest `keep`, the manifest first: what an interruption leaves is not a checkpoint.
+
+    The newest that a run can go on from stays in any case.
+    """
     here = (checkpoint for checkpoint in mirrored_checkpoints(bucket) if checkpoint.folder == folder)
     mirrored = sorted(here, key=lambda checkpoint: checkpoint.step)
-    for old in mirrored[: -keep if keep is not None else 0]:
-        bucket.delete(f"{folder}/{old.name}{_MANIFEST}")
     if keep is None or len(mirrored) < keep:
         return
-    kept, oldest = {checkpoint.name for checkpoint in mirrored[-keep:]}, mirrored[-keep].step
+    resumable = [checkpoint for checkpoint in mirrored if checkpoint.resumable]
+    kept = {checkpoint.name for checkpoint in (*mirrored[-keep:], *resumable[-1:])}
+    oldest = mirrored[-keep].step
+    old_names = [checkpoint.name for checkpoint in mirrored if checkpoint.name not in kept]
+    for name in old_names:
+        bucket.delete(f"{folder}/{name}{_MANIFEST}")
     for name in list_folders(bucket, folder):
         # A newer one may be on its way there.
-        iteration = _ITERATION.fullmatch(name)
-        is_old = name in {old.name for old in mirrored} or (iteration is not None and int(iteration[1]) < oldest)
+        number = _NUMBERED.fullmatch(name)
+        is_old = name in old_names or (number is not None and int(number[1]) < oldest)
         if name not in kept and is_old:
-            for info in list(bucket.list(f"{folder}/{name}")):
-                bucket.delete(info.path)
+            for place in (f"{folder}/{name}", f"{folder}/{TORCHTUNE_STATE}/{name}"):
+                for info in list(bucket.list(place)):
+                    bucket.delete(info.path)

@@ -191,10 +191,11 @@ def _mirrored_checkpoints(known: KnownRun, options: StoreOptions | None) -> RunC
     copies = sorted(mirrored_checkpoints(open_folder(address, options)), key=lambda copy: copy.step, reverse=True)
     if not copies:
         return None
+    latest = next((copy.step for copy in copies if copy.resumable), None)
     return RunCheckpoints(
         address=address,
         engine=recipe.engine.name,
-        latest=copies[0].step,
+        latest=latest,
         best_step=None,
         best_loss=None,
         checkpoints=tuple(
@@ -204,7 +205,7 @@ def _mirrored_checkpoints(known: KnownRun, options: StoreOptions | None) -> RunC
                 attempt=None,
                 bytes=copy.bytes,
                 complete=True,
-                latest=copy is copies[0],
+                latest=copy.step == latest,
                 best=False,
                 verified=None,
                 problem=None,

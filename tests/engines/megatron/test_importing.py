@@ -69,7 +69,8 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
     kept["data"] = (recipe.data.sequence_length, recipe.data.seed, recipe.data.split, recipe.data.synthetic)
     validation = recipe.data.validation
     kept["validation"] = validation and (validation.every, validation.batches)
-    kept["checkpoint"] = (recipe.checkpoint.every, recipe.checkpoint.async_, recipe.checkpoint.resume)
+    saving = recipe.checkpoint
+    kept["checkpoint"] = (saving.every, saving.async_, saving.resume, saving.save)
     return kept
 
 
@@ -88,6 +89,7 @@ def round_trip_tasks() -> dict[str, EngineTask]:
                                 "train.schedule={name: constant}"),
         "synthetic": megatron_task("llama3-8b", "data={synthetic: true, sequence_length: 512}",
                                    "train.optimizer={lr: 1.0e-4, clip: null}", "checkpoint.resume=must"),
+        "a benchmark": megatron_task("llama3-8b", "checkpoint=off"),
     }  # fmt: skip
 
 
@@ -182,6 +184,27 @@ def test_the_seed_of_minio_becomes_a_continued_training_of_its_checkpoint() -> N
     dropped = {each.theirs.split()[0] for each in found.dropped}
     assert {"--no-save-optim", "--dataloader-type", "--save", "--use-checkpoint-args"} <= dropped
     assert all(each.why for each in found.dropped)
+
+
+@pytest.mark.parametrize(
+    ("more", "checkpoint"),
+    [
+        ("", {"save": False}),
+        (
+            "--load /x --exit-on-missing-checkpoint --save-interval 50 --async-save --use-persistent-ckpt-worker",
+            {"save": False},
+        ),
+        ("--save $PLACE --save-interval 50", {"every": 50, "async": False}),
+    ],
+)
+def test_without_a_place_to_save_in_there_are_no_checkpoints(more: str, checkpoint: Any) -> None:
+    """The imported recipe saved at its end, 18 bytes of every parameter that the benchmark did not."""
+    found = read_megatron(f"{LLAMA} --mock-data {more}", "llama.txt")
+    assert found.recipe["checkpoint"] == checkpoint
+    assert as_recipe(found).checkpoint.save is ("every" in checkpoint)
+    assert found.recipe.get("engine", {}).get("args", {}).keys() <= {"vocab-size"}
+    accounted = [each.theirs for each in (*found.mapped, *found.dropped)]
+    assert all(accounted.count(word) == 1 for word in ("--save-interval 50", "--async-save") if word in more)
 
 
 def test_every_argument_of_a_file_is_accounted_for_once() -> None:

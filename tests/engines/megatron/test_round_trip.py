@@ -123,7 +123,10 @@ ALIKE: Alike = PRETRAINING_ALIKE | {
         "true and null are both on, and a profile is written there too",
         lambda flat: flat.get("observe.tensorboard", True) or "observe.profile.start" in flat,
     ),
-    "checkpoint.every": ("null is the last step", lambda flat: flat.get("checkpoint.every") or flat["train.steps"]),
+    "checkpoint.every": (
+        "null is the last step, where there are checkpoints",
+        lambda flat: flat["checkpoint.save"] and (flat.get("checkpoint.every") or flat["train.steps"]),
+    ),
     "checkpoint.resume": (
         "fresh is checked before Megatron starts, in build_index.py",
         lambda flat: flat["checkpoint.resume"].replace("fresh", "auto"),
@@ -181,6 +184,7 @@ def known(recipe: Recipe) -> Any:
     changes=ARCHITECTURES,
     seed=st.integers(0, 9999),
     sharp=st.booleans(),
+    saves=st.sampled_from([True, True, False]),
 )
 def test_import_of_what_is_rendered_is_the_recipe(
     version: str,
@@ -192,11 +196,14 @@ def test_import_of_what_is_rendered_is_the_recipe(
     changes: dict[str, Any],
     seed: int,
     sharp: bool,
+    saves: bool,
 ) -> None:
     if version != "head" and (data.get("data.synthetic") or "tokenizer" in data):
         # Their NullTokenizer counts a token on top, which only a known model tells.
         changes = {}
     keys = {f"layout.{key}": value for key, value in layout.items()} | data | training
+    if not saves:
+        keys = {key: value for key, value in keys.items() if not key.startswith("checkpoint.")} | {"checkpoint": "off"}
     task = drawn_task(version, preset, changes, keys | {"train.steps": steps, "seed": seed, "data.seed": seed}, sharp)
     check_round_trip(task)
 

@@ -17,8 +17,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -38,6 +40,12 @@ from support.models.tiny_torchtune import (
 from support.recipes.foreign_tasks import task_of, written
 from support.runs.job_files import write_files
 from trainshed.catalog import model_preset
+from trainshed.checkpoints.mirror import (
+    fetch_checkpoints,
+    follow_checkpoints,
+    mirrored_checkpoints,
+    upload_checkpoints,
+)
 from trainshed.data.sampling.rows import SampleRows
 from trainshed.engines.importing import import_file, load_problem, recipe_text
 from trainshed.engines.keys import flatten, nest
@@ -51,7 +59,7 @@ from trainshed.launch.ranks import free_port
 from trainshed.observe.event_log import read_steps
 from trainshed.observe.profile_summary import find_traces, summarize_trace
 from trainshed.recipe import Recipe, parse_recipe
-from trainshed.storage import open_store, parse
+from trainshed.storage import open_folder, open_store, parse
 from trainshed.workflow import prepare_run, run_layout, train_job
 
 ASKED_STEPS = 3
@@ -236,6 +244,49 @@ def test_a_second_start_goes_on_after_the_first_pass_and_ends_with_the_same_loss
     assert again.losses == pytest.approx(whole.losses[3:], abs=1e-6)
     third = run_torchtune(site, name, *ONE_BY_ONE, *length, *more, program=program)
     assert "this run has ended already" in third.output
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_run_whose_disk_is_lost_goes_on_from_the_bucket_with_the_same_losses(
+    site: Site, s3_bucket: str, adapters: bool
+) -> None:
+    length = ("train.steps=null", "train.epochs=3", "train.global_batch=4", "layout.micro_batch=4")
+    more = ("train.lora={rank: 2, alpha: 4}", "train.schedule={name: cosine, warmup: 1}") if adapters else ()
+    name, program = ("lost-adapted", "lora_llama3") if adapters else ("lost", "llama3")
+    run, address = site.folder / name, f"s3://{s3_bucket}/torchtune/{name}"
+    bucket = open_folder(address)
+
+    def train() -> TorchtuneRun:
+        return run_torchtune(site, name, *ONE_BY_ONE, *length, *more, program=program)
+
+    over = Event()
+    with ThreadPoolExecutor(1) as beside:
+        copying = beside.submit(follow_checkpoints, run, address, over.is_set, every_seconds=0.05)
+        try:
+            whole = train()
+        finally:
+            over.set()
+        copying.result()
+    assert len(whole.losses) == 9
+    upload_checkpoints(run, address)
+    saved = run / "checkpoints"
+    copies = {copy.name: copy for copy in mirrored_checkpoints(bucket)}
+    assert sorted(copies) == ["epoch_0", "epoch_1", "epoch_2"]
+    assert copies["epoch_1"].state, "the state after it was copied"
+    assert json.loads(copies["epoch_2"].ended or "") == json.loads((saved / "finished.json").read_text())
+    # As if the run had been killed in its last pass, and its disk were gone.
+    bucket.delete("checkpoints/epoch_2.manifest.json")
+    shutil.rmtree(saved)
+    assert fetch_checkpoints(run, address) == 1
+    assert sorted(path.name for path in saved.iterdir()) == ["epoch_1", "recipe_state"]
+    again = train()
+    assert again.losses == pytest.approx(whole.losses[6:], abs=1e-6)
+    # And once more when it has ended: there is nothing left to do.
+    assert upload_checkpoints(run, address) == [2]
+    shutil.rmtree(saved)
+    assert fetch_checkpoints(run, address) == 2
+    assert "this run has ended already" in train().output
 
 
 def test_every_builder_that_we_name_takes_the_keys_that_we_write() -> None:

@@ -408,6 +408,8 @@ def test_a_model_without_a_preset_is_known_by_its_sizes_and_its_address() -> Non
         (('engine.version="0.6.1"',), "torchtune 0.6.1 has no validation during a run"),
         ((*ON_PYPI, "checkpoint.every=100"), "torchtune 0.6.1 has no checkpoints by steps"),
         ((*ON_PYPI, "checkpoint.keep=1"), "torchtune 0.6.1 has no way to remove old checkpoints"),
+        (("checkpoint.to=s3://bucket/x",), "checkpoints of torchtune 0.7.0, by steps and by passes, stay in the run's"),
+        ((*ON_PYPI, "checkpoint.to=/elsewhere"), "only a bucket gets a copy of them"),
         ((*ON_PYPI, "train.precision=fp8"), "torchtune 0.6.1 has no fp8"),
         ((*ON_PYPI, "layout.replicate=2"), "torchtune 0.6.1 has no replicas"),
         (
@@ -422,6 +424,11 @@ def test_wrong_combinations_fail_by_name(overrides: tuple[str, ...], what: str) 
     with pytest.raises(InputError) as caught:
         build_launch(task(*changed))
     assert what in str(caught.value)
+
+
+def test_a_bucket_gets_as_many_checkpoints_as_the_recipe_keeps() -> None:
+    notes = build_launch(task(*ON_PYPI, "checkpoint.to=s3://bucket/x")).notes
+    assert "of its checkpoints the newest 3 stay in the bucket" in notes
 
 
 def _quoted(override: str) -> str:

@@ -165,6 +165,8 @@ def reads_mask(config: ArgumentImport) -> bool:
 
 def read_resume(config: ArgumentImport) -> Any:
     """Return `checkpoint.resume`; base weights must be there in any case."""
+    if not config.get("save"):
+        return OMIT
     must = config.get("exit_on_missing_checkpoint") and "from" not in config.recipe["model"]
     return "must" if must else KEEP
 
@@ -212,6 +214,15 @@ def read_tensorboard(config: ArgumentImport) -> Any:
     return False if config.get("tensorboard_dir") is None else OMIT
 
 
-def read_saving(config: ArgumentImport) -> Any:
+def read_save(config: ArgumentImport) -> Any:
+    """Return `checkpoint.save`: Megatron saves nothing, not even at its end, where it is told no place to save in."""
+    config.drop("the run has its own folder", "save")
+    if config.get("save"):
+        return OMIT
+    config.drop("without --save there is no checkpoint", "save_interval", "async_save", "exit_on_missing_checkpoint")
+    return False
+
+
+def read_save_interval(config: ArgumentImport) -> Any:
     """Return `checkpoint.every`."""
-    return config.get("save_interval") if config.get("save") else None
+    return config.get("save_interval") if config.get("save") else OMIT

@@ -39,7 +39,8 @@ from trainshed.engines.megatron.data_args import (
     read_length,
     read_profile,
     read_resume,
-    read_saving,
+    read_save,
+    read_save_interval,
     read_sources,
     read_split,
     read_synthetic,
@@ -172,7 +173,9 @@ def _every_validation(task: EngineTask) -> dict[str, int]:
     return {"eval_interval": every, "eval_iters": batches}
 
 
-def _read_async(config: ArgumentImport) -> bool:
+def _read_async(config: ArgumentImport) -> Any:
+    if not config.get("save"):
+        return OMIT
     return bool(config.get("async_save") and config.get("use_persistent_ckpt_worker"))
 
 
@@ -477,19 +480,19 @@ _DATA_ROWS = (
 # `--pretrained-checkpoint` (as with --finetune: weights alone, from step 0); it looks for own ones first.
 _CHECKPOINT_ROWS = (
     KeyRow(
-        ("save", "load"),
-        "checkpoint",
-        lambda task: {
-            "save": checkpoint_folder(task.site) if _saves(task) else None,
-            "load": checkpoint_folder(task.site),
-        },
-        drop=_RUN_FOLDER,
+        ("save",),
+        "checkpoint.save",
+        lambda task: checkpoint_folder(task.site) if _saves(task) else None,
+        read_save,
+        decided_by="checkpoint",
+        note="dropped: the run has its own folder; without it `checkpoint: off`",
     ),
+    KeyRow(("load",), "checkpoint", lambda task: checkpoint_folder(task.site), drop=_RUN_FOLDER),
     KeyRow(
         ("save_interval",),
         "checkpoint.every",
         lambda task: task.recipe.checkpoint.every or task.steps,
-        read_saving,
+        read_save_interval,
         when=_saves,
     ),
     # Megatron's FSDP knows no other.
@@ -575,6 +578,7 @@ _LOG_ROWS = (
         chosen=True,
     ),
 )
+_SAID_HERE = ("model.config.mla", _BIAS_UPDATE, "checkpoint.save")
 MEGATRON_TABLE = KeyTable(
     rows=(
         *_MODEL_ROWS,
@@ -596,12 +600,19 @@ MEGATRON_TABLE = KeyTable(
         *("layout.recompute", "layout.stages"),
         *("data.sequence_length", "data.seed", "data.synthetic", "data.train", "data.split", "data.validation"),
         "data.document_mask",
-        *("tokenizer", "checkpoint.every", "checkpoint.async", "checkpoint.resume", "observe", "engine.args"),
+        *(
+            "tokenizer",
+            "checkpoint.save",
+            "checkpoint.every",
+            "checkpoint.async",
+            "checkpoint.resume",
+            "observe",
+            "engine.args",
+        ),
     ),
     unsaid={
-        **{key: why for key, why in PRETRAINING_UNSAID.items() if key not in ("model.config.mla", _BIAS_UPDATE)},
+        **{key: why for key, why in PRETRAINING_UNSAID.items() if key not in _SAID_HERE},
         "checkpoint.keep": "Megatron deletes no checkpoints: another program of the job does",
-        "checkpoint.save": "without it Megatron is given no place to save in",
         "observe.dllogger": REFUSED,
     },
 )

@@ -152,12 +152,6 @@ def bridge_problems(task: EngineTask) -> Iterator[Problem]:
     """Yield what the Megatron-Bridge script does not do."""
     config, layout = task.config, task.layout
     yield from shared_problems(task)
-    if task.recipe.checkpoint.to is not None:
-        yield Problem(
-            ("checkpoint", "to"),
-            "checkpoints of Megatron-Bridge stay in the run's folder",
-            "delete it, or write store:",
-        )
     if not task.recipe.checkpoint.save:
         yield Problem(
             ("checkpoint", "save"),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainshed.engines.key_table import budget_problems, unhonoured_problems
+from trainshed.engines.key_table import budget_problems, mirror_problems, unhonoured_problems
 from trainshed.engines.keys import added_arguments, argument_problems, to_yaml
 from trainshed.engines.launch import PROGRAMS, EngineLaunch, EngineTask, ImageExpectation
 from trainshed.engines.profiles import profile_problems
@@ -17,7 +17,13 @@ from trainshed.engines.torchtune.adapters import adapter_problems
 from trainshed.engines.torchtune.builders import TorchtuneBuilder, builder_of, known_presets, task_builder
 from trainshed.engines.torchtune.dataset import dataset_problems
 from trainshed.engines.torchtune.keys import TORCHTUNE_TABLE
-from trainshed.engines.torchtune.versions import SOURCE_VERSION, VERSIONS, TorchtuneVersion, recipe_version
+from trainshed.engines.torchtune.versions import (
+    DEFAULT_VERSION,
+    SOURCE_VERSION,
+    VERSIONS,
+    TorchtuneVersion,
+    recipe_version,
+)
 from trainshed.errors import RecipeError
 from trainshed.plan import layout_problems
 from trainshed.recipe import Checkpoint, TrainedTokenizer
@@ -145,6 +151,8 @@ def _notes(task: EngineTask) -> list[str]:
         notes.append("torchtune never learns system prompts, with `train_on: all` neither")
     if not version.saves_by_steps:
         notes.append(f"torchtune {version.name} saves after every pass over the data, and keeps all of its checkpoints")
+        if task.recipe.checkpoint.to is not None and task.recipe.checkpoint.keep is not None:
+            notes.append(f"of its checkpoints the newest {task.recipe.checkpoint.keep} stay in the bucket")
     elif train.lora is not None:
         notes.append("torchtune saves adapters after every pass over the data, not every so many steps")
     if task.recipe.data.validation is not None:
@@ -160,6 +168,7 @@ def task_problems(task: EngineTask) -> Iterator[Problem]:
     recipe, train = task.recipe, task.recipe.train
     yield from unhonoured_problems(recipe, "torchtune")
     yield from budget_problems(recipe, "torchtune")
+    yield from mirror_problems(recipe, "torchtune")
     if train.mode == "pretrain":
         yield Problem(("train", "mode"), "torchtune fine-tunes; it does not pretrain", "mode: finetune")
     builder = builder_of(recipe, task.config)
@@ -187,8 +196,14 @@ def task_problems(task: EngineTask) -> Iterator[Problem]:
 def _version_problems(
     task: EngineTask, version: TorchtuneVersion, builder: TorchtuneBuilder | None
 ) -> Iterator[Problem]:
-    """Yield what a version does not have, and torchtune's last state does."""
+    """Yield what a version does not have, and torchtune's last state does, or the other way round."""
     recipe = task.recipe
+    if recipe.checkpoint.to is not None and version.saves_by_steps:
+        yield Problem(
+            ("checkpoint", "to"),
+            f"checkpoints of torchtune {version.name}, by steps and by passes, stay in the run's folder",
+            f'delete it, or write engine: {{name: torchtune, version: "{DEFAULT_VERSION}"}}, or engine: torch',
+        )
     usual = {name: field.default for name, field in Checkpoint.model_fields.items()}
     absent = (
         (
@@ -255,7 +270,6 @@ def _training_problems(task: EngineTask) -> Iterator[Problem]:
         (train.deterministic, ("train", "deterministic"), "deterministic mode"),
         (train.non_finite == "skip", ("train", "non_finite"), "steps that are skipped"),
         (bool(recipe.data.skip), ("data", "skip"), "samples that are skipped"),
-        (recipe.checkpoint.to is not None, ("checkpoint", "to"), "checkpoints outside of the run's folder"),
         (schedule.name in ("linear", "wsd"), ("train", "schedule", "name"), f"{schedule.name} schedule"),
         (schedule.min_lr > 0, ("train", "schedule", "min_lr"), "cosine that ends above 0"),
         (
