@@ -108,6 +108,7 @@ def phase_facts(phases: Sequence[PhaseJob], step: int) -> list[dict[str, Any]]:
             "steps": min(phase.span.end, step) - phase.span.start,
             "sequence_length": phase.order.sequence_length,
             "global_batch": phase.order.schedule.global_batch,
+            "rope_base": None if phase.config.rope is None else phase.config.rope.base,
             "first_sample": phase.span.first_sample,
             "data_skip": [list(skipped_range) for skipped_range in phase.order.skip.ranges],
             "lr": [phase.span.rate.begin, phase.span.rate.end, phase.span.rate.shape],
@@ -123,6 +124,7 @@ _PHASE_KEYS = {
     "steps": "steps",
     "sequence_length": "sequence_length",
     "global_batch": "global_batch",
+    "rope_base": "rope_base",
     "first_sample": "data",
     "lr": "lr",
     "length": "steps",
@@ -145,8 +147,9 @@ def check_phase_facts(facts: Mapping[str, Any], job: TrainJob) -> None:
         )
     for number, (before, here) in enumerate(zip(then, now, strict=True)):
         where = job.recipe.where(f"train.phases.{number}")
+        # A checkpoint of an older version says nothing of the base.
         for fact, key in _PHASE_KEYS.items():
-            if before[fact] != here[fact]:
+            if fact in before and before[fact] != here[fact]:
                 raise InputError(
                     f"phase {number + 1} has begun, and its `{key}` is not what it was: {fact} was {before[fact]} and "
                     f"would be {here[fact]}",
