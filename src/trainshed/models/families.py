@@ -31,7 +31,7 @@ from trainshed.models.hf_names import (
 )
 from trainshed.plugins import Registry
 from trainshed.recipe import ModelConfig
-from trainshed.recipe.model import FamilyName, family_decoder
+from trainshed.recipe.model import FamilyName, family_decoder, fixed_by_family
 from trainshed.recipe.validation import validate
 from trainshed.recipe.yaml_io import KeyPath, SourceMap, SourcePosition, YamlDocument
 
@@ -421,7 +421,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         written[family.keys["activation"]] = _activation_name(config)
     if "query_scalar" in family.keys:
         written[family.keys["query_scalar"]] = config.query_scalar or config.head_dim
-    written |= {hf_key: getattr(config, native_keys[0]) for hf_key, native_keys in family.biases.items()}
+    written |= {hf_key: getattr(config, native_keys[0]) for hf_key, native_keys in _bias_switches(config.family)}
     decoder = family_decoder(config.family)
     if config.rope is not None:
         written |= write_rope(config, HF_FAMILIES[decoder]) | write_windows(config, HF_FAMILIES[decoder])
@@ -450,6 +450,12 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
             f"Hugging Face's {config.family} cannot be told {shown}", hint="choose another family, or keep it native"
         )
     return written
+
+
+def _bias_switches(family: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the switches for biases that a family has: none for what a plugin's family fixes."""
+    fixed = fixed_by_family(family).keys()
+    return [switch for switch in HF_FAMILIES[family].biases.items() if not fixed & set(switch[1])]
 
 
 def config_differences(wanted: ModelConfig, stored: ModelConfig) -> list[str]:
@@ -492,7 +498,7 @@ class _ConfigReader:
                 raise self._error(
                     f"`{hf_key}: {as_json(config[native_key])}` is not a size", "write a whole number from 1 up"
                 )
-        for hf_key, native_keys in self._family.biases.items():
+        for hf_key, native_keys in _bias_switches(self._name):
             self._read.add(hf_key)
             config |= dict.fromkeys(native_keys, self._config.get(hf_key, False))
             self.key_locations |= {(native_key,): hf_key for native_key in native_keys}

@@ -422,7 +422,7 @@ def open_biases(family: str) -> dict[str, Any]:
 def _family_values(family: str, heads: Any, hidden: Any, mla: Any = None) -> dict[str, Any]:
     registered = registered_class("model family", family)
     defaults = DEFAULT_BY_FAMILY.get(family_decoder(family), {}) | dict(registered.filled_in if registered else {})
-    filling = fixed_by_family(family) | defaults
+    filling = defaults | fixed_by_family(family)
     if isinstance(heads, int) and heads > 0:
         filling["kv_heads"] = heads
         if isinstance(hidden, int) and hidden % heads == 0:
