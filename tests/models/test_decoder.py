@@ -59,6 +59,7 @@ def test_logits_and_loss_are_those_of_transformers(variant: str, tmp_path: Path)
 @pytest.mark.parametrize(
     "variant",
     [
+        *("llama-biases", "qwen3-biases", "nemotron-biases"),
         *("llama3", "qwen3", "gpt2", "qwen3_moe", "deepseek_v3", "deepseek-plain"),
         *("gemma2", "olmo3", "nemotron", "gpt_oss", "gpt-oss-plain", "llama4_text", "llama4-scout"),
     ],

@@ -10,6 +10,7 @@ from trainshed.models.parameters import lora_parameter_count
 from trainshed.observe.mfu import FORMULA, measure_mfu
 from trainshed.plan.flops import adapter_flops, token_flops, training_flops_per_token
 from trainshed.recipe import Lora
+from trainshed.recipe.optimizer import ParameterGroup
 
 CONFIG = model_preset("llama3-8b")
 H200 = gpu("h200")
@@ -66,6 +67,18 @@ def test_experts_that_multiply_in_bf16_are_held_against_the_bf16_peak() -> None:
     assert (half.peak_dtype, half.peak_tflops) == ("fp8", 1978.9), "its experts are in fp8"
     wide = measure_mfu(0.5 / seconds, config, LENGTH, precision="bf16", gpu=H200, engine="torch")
     assert (wide.peak_dtype, wide.peak_tflops) == ("bf16", 989.4)
+
+
+def test_experts_that_a_group_freezes_are_a_smaller_share_of_the_flops() -> None:
+    config = model_preset("mixtral-8x7b")
+    groups = [ParameterGroup.model_validate({"match": "*.mlp.experts.*", "freeze": True})]
+    flops = token_flops(config, LENGTH, groups=groups)
+    assert flops.frozen == flops.frozen_experts == flops.experts
+    share = 2 * flops.experts / training_flops_per_token(config, LENGTH, groups=groups)
+    assert flops.expert_share() == pytest.approx(share)
+    found = measure_mfu(1000.0, config, LENGTH, precision="fp8", gpu=H200, engine="torch", groups=groups)
+    assert found.peak_dtype == f"fp8, experts ({share:.0%} of the FLOPs) bf16"
+    assert found.peak_tflops == pytest.approx(1 / ((1 - share) / 1978.9 + share / 989.4))
 
 
 def test_an_unknown_gpu_has_no_mfu_and_says_why() -> None:

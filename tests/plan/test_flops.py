@@ -109,6 +109,14 @@ def test_torch_counts_the_same_training_step_of_our_own_model_with_frozen_groups
     assert counted[0] - counted[1] == BATCH * LENGTH * (expected[0] - expected[1])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mtp_layers", [0, 1])
+def test_where_all_is_frozen_every_matmul_is(family: str, mtp_layers: int) -> None:
+    config = tiny_config(family).with_mtp_layers(mtp_layers if family == "deepseek_v3" else 0)
+    flops = token_flops(config, LENGTH, groups=[ParameterGroup.model_validate({"match": "*", "freeze": True})])
+    assert (flops.frozen, flops.frozen_experts) == (flops.matmul, flops.experts)
+
+
 def test_frozen_weights_cost_two_thirds_and_a_reference_one_more_forward_pass() -> None:
     config = model_preset("llama3-8b")
     lora = Lora(rank=16, alpha=32.0)

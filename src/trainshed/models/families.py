@@ -31,7 +31,7 @@ from trainshed.models.hf_names import (
 )
 from trainshed.plugins import Registry
 from trainshed.recipe import ModelConfig
-from trainshed.recipe.model import FamilyName, family_decoder
+from trainshed.recipe.model import FamilyName, family_decoder, fixed_by_family
 from trainshed.recipe.validation import validate
 from trainshed.recipe.yaml_io import KeyPath, SourceMap, SourcePosition, YamlDocument
 
@@ -49,6 +49,8 @@ class HfFamily:
     defaults: Mapping[str, Any]
     names: HfTensorNames
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The switches for biases of a family that has any, and which of ours each is; left out, there are none."""
     latent: Mapping[str, str] = field(default_factory=dict)
     """The keys inside `mla`, of a family with latent attention."""
     rope_base: float = 10000.0
@@ -91,6 +93,8 @@ _COMMON = {
     "tied_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
+_ATTENTION_BIAS = {"attention_bias": ("qkv_bias", "output_bias")}
+_BIASES = {**_ATTENTION_BIAS, "mlp_bias": ("mlp_bias",)}
 _WITH_EXPERTS = {native_key: hf_key for native_key, hf_key in _COMMON.items() if native_key != "ffn"}
 # The signatures of transformers' configuration classes, 4.40 to 5.22; sizes are always written, so they have none.
 _DEFAULTS = {
@@ -121,21 +125,34 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
         _COMMON,
         _DEFAULTS | {"num_key_value_heads": None},
         DENSE_NAMES,
+        biases=_BIASES,
         unread=frozenset({"is_llama_config"}),  # nanotron's word for the family, in SmolLM
     ),
     "mistral": HfFamily(
         "MistralForCausalLM", _COMMON, _DEFAULTS | {"sliding_window": 4096}, DENSE_NAMES, window_style="all"
     ),
     "qwen2": HfFamily("Qwen2ForCausalLM", _COMMON, _DEFAULTS, DENSE_NAMES, window_style="switched"),
-    "qwen3": HfFamily("Qwen3ForCausalLM", _COMMON, _DEFAULTS | {"head_dim": 128}, DENSE_NAMES, window_style="switched"),
+    "qwen3": HfFamily(
+        "Qwen3ForCausalLM",
+        _COMMON,
+        _DEFAULTS | {"head_dim": 128},
+        DENSE_NAMES,
+        biases=_ATTENTION_BIAS,
+        window_style="switched",
+    ),
     "olmo2": HfFamily(
-        "Olmo2ForCausalLM", _COMMON, _DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": None}, OLMO2_NAMES
+        "Olmo2ForCausalLM",
+        _COMMON,
+        _DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": None},
+        OLMO2_NAMES,
+        biases=_ATTENTION_BIAS,
     ),
     "olmo3": HfFamily(
         "Olmo3ForCausalLM",
         _COMMON,
         _DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": None, "sliding_window": 4096},
         OLMO2_NAMES,
+        biases=_ATTENTION_BIAS,
         local_rope_base="base",
         window_style="pattern",
         full_attention_every=4,
@@ -145,6 +162,7 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
         _GEMMA_KEYS | {"attention_soft_cap": "attn_logit_softcapping"},
         _GEMMA_DEFAULTS | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
         GEMMA_NAMES,
+        biases=_ATTENTION_BIAS,
         window_style="pattern",
         full_attention_every=2,
         # The window stands twice in the 9B and 27B; transformers reads `sliding_window`.
@@ -155,6 +173,7 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
         _GEMMA_KEYS,
         _GEMMA_DEFAULTS,
         GEMMA_NAMES,
+        biases=_ATTENTION_BIAS,
         rope_base=1e6,
         local_rope_base=10000.0,
         window_style="pattern",
@@ -187,6 +206,7 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
             "initializer_range": 0.0134,
         },
         NEMOTRON_NAMES,
+        biases=_BIASES,
         rope_fraction=0.5,
     ),
     "mixtral": HfFamily(
@@ -210,6 +230,7 @@ _BUILT_IN_FAMILIES: dict[str, HfFamily] = {
             "ffn": ("moe_intermediate_size",),
             "normalize_top_k": ("norm_topk_prob",),
         },
+        biases=_ATTENTION_BIAS,
         window_style="switched",
         asks_window_layers=False,
         unread=frozenset({"use_qk_norm"}),  # true in Qwen3-Coder; the family always has the norm
@@ -400,6 +421,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         written[family.keys["activation"]] = _activation_name(config)
     if "query_scalar" in family.keys:
         written[family.keys["query_scalar"]] = config.query_scalar or config.head_dim
+    written |= {hf_key: getattr(config, native_keys[0]) for hf_key, native_keys in _bias_switches(config.family)}
     decoder = family_decoder(config.family)
     if config.rope is not None:
         written |= write_rope(config, HF_FAMILIES[decoder]) | write_windows(config, HF_FAMILIES[decoder])
@@ -428,6 +450,12 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
             f"Hugging Face's {config.family} cannot be told {shown}", hint="choose another family, or keep it native"
         )
     return written
+
+
+def _bias_switches(family: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the switches for biases that a family has: none for what a plugin's family fixes."""
+    fixed = fixed_by_family(family).keys()
+    return [switch for switch in HF_FAMILIES[family].biases.items() if not fixed & set(switch[1])]
 
 
 def config_differences(wanted: ModelConfig, stored: ModelConfig) -> list[str]:
@@ -470,6 +498,10 @@ class _ConfigReader:
                 raise self._error(
                     f"`{hf_key}: {as_json(config[native_key])}` is not a size", "write a whole number from 1 up"
                 )
+        for hf_key, native_keys in _bias_switches(self._name):
+            self._read.add(hf_key)
+            config |= dict.fromkeys(native_keys, self._config.get(hf_key, False))
+            self.key_locations |= {(native_key,): hf_key for native_key in native_keys}
         if "activation" in self._family.keys:
             config["activation"] = self._activation(self._family.keys["activation"])
         config["kv_heads"] = config.get("kv_heads") or config["heads"]

@@ -89,7 +89,7 @@ def measure_mfu(
     narrow = precision in ("fp8", "fp4")
     dtype, wide_share = precision, 0.0
     if narrow and engine in WIDE_EXPERT_ENGINES:
-        flops = token_flops(config, sequence_length, document_length=document_length, lora=lora)
+        flops = token_flops(config, sequence_length, document_length=document_length, lora=lora, groups=groups)
         wide_share = flops.expert_share(reference=reference)
     if wide_share:
         peak = mixed_peak(peak, gpu.dense_tflops.half, wide_share)

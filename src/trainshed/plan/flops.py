@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainshed.models.parameter_groups import is_frozen_by_group
-from trainshed.models.parameters import layer_parameters, lora_parameters
+from trainshed.models.parameters import layer_parameters, lora_parameters, parameters
 from trainshed.recipe import Lora, ModelConfig
 from trainshed.recipe.optimizer import ParameterGroup
 
@@ -47,6 +47,8 @@ class TokenFlops:
     """Adapters of a model whose other weights are frozen; None where all weights are trained."""
     frozen: int = 0
     """The part of `matmul` with weights that groups of the optimizer freeze, where there are no adapters."""
+    frozen_experts: int = 0
+    """The part of `frozen` in experts that a token is routed to."""
 
     @property
     def matmul(self) -> int:
@@ -66,21 +68,37 @@ class TokenFlops:
     @property
     def training(self) -> float:
         """Forward and backward."""
-        without_gradient = (TRAINING_PER_FORWARD - FROZEN_PER_FORWARD) * self.frozen
-        return training_flops(self.matmul, self.attention, self.adapters) - without_gradient
+        return training_flops(self.matmul, self.attention, self.adapters, self.frozen)
 
     def expert_share(self, *, reference: bool = False) -> float:
         """Return the share of a training's FLOPs in experts that tokens are routed to."""
-        return expert_share(self.experts, self.matmul, self.attention, self.adapters, reference=reference)
+        return expert_share(
+            self.experts,
+            self.matmul,
+            self.attention,
+            self.adapters,
+            reference=reference,
+            frozen=self.frozen,
+            frozen_experts=self.frozen_experts,
+        )
 
 
 def expert_share(
-    experts: float, matmul: float, attention: float, adapters: float | None, *, reference: bool = False
+    experts: float,
+    matmul: float,
+    attention: float,
+    adapters: float | None,
+    *,
+    reference: bool = False,
+    frozen: float = 0.0,
+    frozen_experts: float = 0.0,
 ) -> float:
     """Return the share of a training's FLOPs in experts, from the forward FLOPs; `experts` are part of `matmul`."""
-    per_forward = TRAINING_PER_FORWARD if adapters is None else FROZEN_PER_FORWARD
-    everything = training_flops(matmul, attention, adapters) + (matmul + attention if reference else 0.0)
-    return (per_forward + reference) * experts / everything
+    in_experts = training_flops(experts, 0.0, None if adapters is None else 0.0, frozen_experts)
+    everything = training_flops(matmul, attention, adapters, frozen)
+    if reference:
+        in_experts, everything = in_experts + experts, everything + matmul + attention
+    return in_experts / everything
 
 
 def mixed_peak(narrow_peak: float, wide_peak: float, wide_share: float) -> float:
@@ -88,10 +106,13 @@ def mixed_peak(narrow_peak: float, wide_peak: float, wide_share: float) -> float
     return 1.0 / ((1.0 - wide_share) / narrow_peak + wide_share / wide_peak)
 
 
-def training_flops(matmul: float, attention: float, adapters: float | None) -> float:
-    """Return forward and backward, from the forward FLOPs; `adapters` is None where all weights are trained."""
+def training_flops(matmul: float, attention: float, adapters: float | None, frozen: float = 0.0) -> float:
+    """Return forward and backward, from the forward FLOPs.
+
+    `adapters` is None where the weights themselves are trained, all but the `frozen` part of `matmul`.
+    """
     if adapters is None:
-        return TRAINING_PER_FORWARD * (matmul + attention)
+        return TRAINING_PER_FORWARD * (matmul + attention) - (TRAINING_PER_FORWARD - FROZEN_PER_FORWARD) * frozen
     return FROZEN_PER_FORWARD * matmul + TRAINING_PER_FORWARD * (attention + adapters)
 
 
@@ -108,6 +129,7 @@ def token_flops(
 
     `groups` are those of the optimizer, which may freeze weights.
     """
+    frozen, frozen_experts = (0, 0) if lora is not None else frozen_flops(config, groups)
     parts = {"attention": 0, "router": 0, "mlp": 0}
     experts = 0
     kinds = [config.has_experts(layer) for layer in range(config.layers + config.mtp_layers)]
@@ -132,22 +154,28 @@ def token_flops(
         router=parts["router"],
         head=2 * config.hidden * config.vocab_size * (1 + config.mtp_layers),
         adapters=None if lora is None else adapter_flops(config, lora),
-        frozen=0 if lora is not None else frozen_matmul_flops(config, groups),
+        frozen=frozen,
+        frozen_experts=frozen_experts,
     )
 
 
-def frozen_matmul_flops(config: ModelConfig, groups: Sequence[ParameterGroup]) -> int:
-    """Return the forward FLOPs of one token in matmuls with weights that groups freeze."""
+def frozen_flops(config: ModelConfig, groups: Sequence[ParameterGroup]) -> tuple[int, int]:
+    """Return the forward FLOPs of one token in matmuls with weights that groups freeze: all, and those of experts."""
     if not any(group.freeze for group in groups):
-        return 0
+        return 0, 0
     head = "embedding.weight" if config.tied_embeddings else "head.weight"
-    used = config.hidden * config.vocab_size * (1 + config.mtp_layers) * is_frozen_by_group(head, groups)
-    for layer in range(config.layers + config.mtp_layers):
-        for parameter in layer_parameters(config, layer):
-            if parameter.is_matrix and is_frozen_by_group(parameter.name, groups):
-                experts = config.moe if parameter.expert else None
-                used += parameter.size if experts is None else parameter.size // experts.experts * experts.top_k
-    return 2 * used
+    everything = experts = 0
+    for parameter in parameters(config):
+        if not parameter.is_matrix or not is_frozen_by_group(parameter.name, groups):
+            continue
+        if parameter.layer is None:
+            everything += 2 * parameter.size * (1 + config.mtp_layers) * (parameter.name == head)
+        elif parameter.expert:
+            assert config.moe is not None, "only experts have expert tensors"
+            experts += 2 * parameter.size // config.moe.experts * config.moe.top_k
+        else:
+            everything += 2 * parameter.size
+    return everything + experts, experts
 
 
 def adapter_flops(config: ModelConfig, lora: Lora) -> int:

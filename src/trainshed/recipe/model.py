@@ -31,13 +31,12 @@ FamilyName = Literal[
 ]  # fmt: skip
 AttentionKind = Literal["window", "chunk", "full"]
 
-_ROPE_DECODER: dict[str, Any] = {
+_NO_ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": False, "output_bias": False}
+_NO_BIAS: dict[str, Any] = {**_NO_ATTENTION_BIAS, "mlp_bias": False}
+_OPEN_DECODER: dict[str, Any] = {
     "norm": "rms",
     "gated": True,
     "positions": "rope",
-    "qkv_bias": False,
-    "output_bias": False,
-    "mlp_bias": False,
     "qk_norm": False,
     "norm_placement": "pre",
     "zero_centered_norms": False,
@@ -45,16 +44,20 @@ _ROPE_DECODER: dict[str, Any] = {
     "scaled_embeddings": False,
     "attention_sinks": False,
 }
-_GEMMA = _ROPE_DECODER | {"norm_placement": "both", "zero_centered_norms": True, "scaled_embeddings": True}
-_OLMO = _ROPE_DECODER | {"qk_norm": True, "qk_norm_span": "projection", "norm_placement": "post"}
+"""A decoder whose biases are not fixed: transformers has switches for them, `attention_bias` and `mlp_bias`."""
+_ROPE_DECODER = _OPEN_DECODER | _NO_BIAS
+_ATTENTION_BIAS_DECODER = _OPEN_DECODER | {"mlp_bias": False}
+"""One with the first of the two switches."""
+_GEMMA = _ATTENTION_BIAS_DECODER | {"norm_placement": "both", "zero_centered_norms": True, "scaled_embeddings": True}
+_OLMO = _ATTENTION_BIAS_DECODER | {"qk_norm": True, "qk_norm_span": "projection", "norm_placement": "post"}
 # What makes a family: Hugging Face's modelling code of the same name.
 FIXED_BY_FAMILY: dict[str, dict[str, Any]] = {
-    "llama": _ROPE_DECODER,
+    "llama": _OPEN_DECODER,
     "mistral": _ROPE_DECODER,
     "mixtral": _ROPE_DECODER,
     "qwen2": _ROPE_DECODER | {"qkv_bias": True},
-    "qwen3": _ROPE_DECODER | {"qk_norm": True},
-    "qwen3_moe": _ROPE_DECODER | {"qk_norm": True},
+    "qwen3": _ATTENTION_BIAS_DECODER | {"qk_norm": True},
+    "qwen3_moe": _ATTENTION_BIAS_DECODER | {"qk_norm": True},
     "deepseek_v3": _ROPE_DECODER,
     "gpt2": {
         "norm": "layer",
@@ -75,25 +78,25 @@ FIXED_BY_FAMILY: dict[str, dict[str, Any]] = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA | {"qk_norm": True},
     "phi3": _ROPE_DECODER,
-    "nemotron": _ROPE_DECODER | {"norm": "layer", "gated": False, "zero_centered_norms": True},
+    "nemotron": _OPEN_DECODER | {"norm": "layer", "gated": False, "zero_centered_norms": True},
     "gpt_oss": _ROPE_DECODER | {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "attention_sinks": True},
     "llama4_text": _ROPE_DECODER,
 }
 DEFAULT_BY_FAMILY: dict[str, dict[str, Any]] = {
-    "llama": {"norm_eps": 1e-5, "activation": "silu", "tied_embeddings": False},
+    "llama": {"norm_eps": 1e-5, "activation": "silu", "tied_embeddings": False, **_NO_BIAS},
     "mistral": {"norm_eps": 1e-5, "activation": "silu", "tied_embeddings": False},
     "mixtral": {"norm_eps": 1e-5, "activation": "silu", "tied_embeddings": False},
     "qwen2": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
-    "qwen3": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
-    "qwen3_moe": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
+    "qwen3": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False, **_NO_ATTENTION_BIAS},
+    "qwen3_moe": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False, **_NO_ATTENTION_BIAS},
     "deepseek_v3": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
     "gpt2": {"norm_eps": 1e-5, "activation": "gelu_tanh", "tied_embeddings": True},
-    "olmo2": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
-    "olmo3": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
-    "gemma2": {"norm_eps": 1e-6, "activation": "gelu_tanh", "tied_embeddings": True},
-    "gemma3_text": {"norm_eps": 1e-6, "activation": "gelu_tanh", "tied_embeddings": True},
+    "olmo2": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False, **_NO_ATTENTION_BIAS},
+    "olmo3": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False, **_NO_ATTENTION_BIAS},
+    "gemma2": {"norm_eps": 1e-6, "activation": "gelu_tanh", "tied_embeddings": True, **_NO_ATTENTION_BIAS},
+    "gemma3_text": {"norm_eps": 1e-6, "activation": "gelu_tanh", "tied_embeddings": True, **_NO_ATTENTION_BIAS},
     "phi3": {"norm_eps": 1e-5, "activation": "silu", "tied_embeddings": False},
-    "nemotron": {"norm_eps": 1e-5, "activation": "relu2", "tied_embeddings": False},
+    "nemotron": {"norm_eps": 1e-5, "activation": "relu2", "tied_embeddings": False, **_NO_BIAS},
     "gpt_oss": {
         "norm_eps": 1e-5,
         "activation": "clamped_swiglu",
@@ -411,10 +414,15 @@ def fixed_by_family(family: str) -> dict[str, Any]:
     return FIXED_BY_FAMILY.get(family_decoder(family), {}) | dict(registered.fixed if registered else {})
 
 
+def open_biases(family: str) -> dict[str, Any]:
+    """Return the biases that a family leaves open, with what they are where nothing is said."""
+    return {key: value for key, value in DEFAULT_BY_FAMILY.get(family_decoder(family), {}).items() if key in _NO_BIAS}
+
+
 def _family_values(family: str, heads: Any, hidden: Any, mla: Any = None) -> dict[str, Any]:
     registered = registered_class("model family", family)
     defaults = DEFAULT_BY_FAMILY.get(family_decoder(family), {}) | dict(registered.filled_in if registered else {})
-    filling = fixed_by_family(family) | defaults
+    filling = defaults | fixed_by_family(family)
     if isinstance(heads, int) and heads > 0:
         filling["kv_heads"] = heads
         if isinstance(hidden, int) and hidden % heads == 0:

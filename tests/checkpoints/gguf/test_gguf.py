@@ -13,13 +13,14 @@ import torch
 
 from support.missing_parts import missing_part
 from support.models import made_tokenizers
-from support.models.tiny_models import hf_model, save_tiny_hf
+from support.models.tiny_models import hf_model, save_tiny_hf, tiny_config
 from trainshed.checkpoints.convert.convert import Conversion, Dtype, convert_weights
 from trainshed.checkpoints.formats import TargetFormat, open_weights
 from trainshed.checkpoints.gguf.tokenizer_keys import gguf_vocabulary
 from trainshed.checkpoints.quantization import GgufBlocks
 from trainshed.cli import run_cli
 from trainshed.errors import CorruptData, InputError, TokenizerError
+from trainshed.models.export_support import gguf_architecture
 
 SIZES = {"vocab_size": 2016, "hidden": 64, "head_dim": 16, "ffn": 96}
 LLAMA31 = {
@@ -136,6 +137,8 @@ def test_other_families_are_refused_by_name(tmp_path: Path, words: Path, family:
 
 def test_what_gguf_cannot_say_is_refused(tmp_path: Path, words: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny_hf("mistral", tmp_path / "windowed", **SIZES)
+    with pytest.raises(InputError, match="has no word for `output_bias`"):
+        gguf_architecture(tiny_config("llama-biases"))
     with pytest.raises(InputError, match="has no word for `sliding_window`"):
         convert_weights(str(tmp_path / "windowed"), str(tmp_path / "out"), TargetFormat("gguf"), tokenizer=str(words))
     save_tiny_hf("qwen3", tmp_path / "model", **SIZES)

@@ -140,20 +140,25 @@ def llama_layer(config: ModelConfig, theirs: State) -> State:
         return native | deepseek_mlp(config, theirs)
     for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
         native[f"attention.qkv.{kind}"] = grouped(config, *(theirs[f"self_attn.{part}_proj.{kind}"] for part in "qkv"))
+    if config.output_bias:
+        native["attention.out.bias"] = theirs["self_attn.o_proj.bias"]
     if config.qk_norm:
         native["attention.query_norm.weight"] = theirs["self_attn.q_norm.weight"]
         native["attention.key_norm.weight"] = theirs["self_attn.k_norm.weight"]
     if config.family == "nemotron":
-        native["mlp.up.weight"], native["mlp.down.weight"] = (
-            theirs["mlp.up_proj.weight"],
-            theirs["mlp.down_proj.weight"],
-        )
+        for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
+            native[f"mlp.up.{kind}"], native[f"mlp.down.{kind}"] = (
+                theirs[f"mlp.up_proj.{kind}"],
+                theirs[f"mlp.down_proj.{kind}"],
+            )
         return native
     if config.family == "llama4_text":
         return native | llama4_block(theirs)
     if config.moe is None:
-        native["mlp.gate_up.weight"] = alternating(theirs["mlp.gate_proj.weight"], theirs["mlp.up_proj.weight"])
-        native["mlp.down.weight"] = theirs["mlp.down_proj.weight"]
+        for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
+            gate, up = (theirs[f"mlp.{part}_proj.{kind}"] for part in ("gate", "up"))
+            native[f"mlp.gate_up.{kind}"] = alternating(gate, up)
+            native[f"mlp.down.{kind}"] = theirs[f"mlp.down_proj.{kind}"]
         return native
     if config.family == "gpt_oss":
         return native | gpt_oss_block(theirs)

@@ -148,6 +148,7 @@ def test_a_window_of_megatron_does_not_count_the_token_itself() -> None:
         ("gemma2", {}, "`attention_soft_cap: 2.0`, `logit_soft_cap: 3.0`"),
         ("nemotron", {}, "`zero_centered_norms: true` has no argument"),
         ("llama-yarn", {}, "`rope.scaling.kind: yarn`"),
+        ("llama-biases", {}, "`qkv_bias: true`, `output_bias: true`, `mlp_bias: true`"),
         ("mixtral", {"moe": {"experts": 4, "top_k": 1, "ffn": 8}}, "top_k: 1, normalize_top_k: true"),
         (
             "mixtral",

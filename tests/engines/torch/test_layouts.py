@@ -165,6 +165,8 @@ FAMILY_SAMPLE = [
     ("gemma3", "tp=2,pp=2,micro_batch=4"),
     ("gemma3", "dp=2,shard=full,recompute=selective,micro_batch=2"),
     ("gemma2", "cp=2,micro_batch=4"),
+    ("biases", "tp=2,pp=2,micro_batch=4"),
+    ("biases", "dp=2,shard=full,micro_batch=2"),
     ("phi3", "tp=2,micro_batch=4"),
     ("gpt_oss", "tp=2,etp=2,micro_batch=4"),
     ("gpt_oss", "cp=2,ep=2,micro_batch=4"),
@@ -174,7 +176,11 @@ FAMILY_SAMPLE = [
 ]
 FAMILY_LAYOUTS = [
     ("nemotron", "tp=2,pp=2,micro_batch=4"),
-    *((model, layout) for model in ("olmo3", "gemma3", "gemma2", "nemotron", "phi3") for layout in [*NAMED, *MORE[:6]]),
+    *(
+        (model, layout)
+        for model in ("olmo3", "gemma3", "gemma2", "nemotron", "phi3", "biases")
+        for layout in [*NAMED, *MORE[:6]]
+    ),
     *((model, layout) for model in ("gpt_oss", "llama4") for layout in [*NAMED, *MORE[:6], *EXPERTS]),
 ]
 

@@ -206,6 +206,10 @@ def test_a_longer_last_phase_has_the_same_past(small_runs: SmallRuns) -> None:
         ("[{steps: 3, shape: linear}, {steps: 5, sequence_length: 8}]", "its `sequence_length` is not what it was"),
         ("[{steps: 3, shape: linear}, {steps: 5, sequence_length: 32, global_batch: 4}]", "its `global_batch`"),
         ("[{steps: 3, shape: linear}, {steps: 5, sequence_length: 32, lr: 1e-4}]", "its `lr` is not what it was"),
+        (
+            "[{steps: 3, shape: linear}, {steps: 5, sequence_length: 32, rope_base: 4e4}]",
+            "its `rope_base` is not what it was: rope_base was 10000.0 and would be 40000.0",
+        ),
         ("[{steps: 8, sequence_length: 32}]", "was trained in 2 phases"),
     ],
 )

@@ -169,6 +169,43 @@ def test_a_request_to_stop_is_not_kept_waiting_by_a_validation_that_is_measured_
     assert figures(read_steps(LocalStore(tmp_path), "")) == figures(read_steps(LocalStore(straight.folder), ""))
 
 
+PHASES = ("train.steps=null", "train.schedule={}", "checkpoint.every=null")
+OTHER_MODEL = "[{steps: 4}, {steps: 4, sequence_length: 32, global_batch: 4, rope_base: 40000.0}]"
+OTHER_BATCH = "[{steps: 4}, {steps: 4, global_batch: 4}]"
+OTHER_LAYOUT = "[{steps: 4}, {steps: 4, global_batch: 4, layout: {cp: 2, micro_batch: 4}}]"
+
+
+@pytest.mark.parametrize("how", [{"stop_after": 4}, {"stop_in_validation": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("phases", "layout", "best"),
+    [
+        (OTHER_MODEL, ALONE, False),
+        (OTHER_MODEL, ALONE, True),
+        (OTHER_BATCH, ALONE, False),
+        pytest.param(OTHER_LAYOUT, "tp=2,micro_batch=4", True, marks=pytest.mark.full),
+    ],
+)
+def test_a_phase_measures_the_loss_at_its_end_itself_also_where_the_run_was_stopped_there(
+    rank_pool: RankPool, tmp_path: Path, phases: str, layout: str, best: bool, how: dict[str, int]
+) -> None:
+    straight, stopped = (
+        Measured(rank_pool, tmp_path / name, layout, *PHASES, f"train.phases={phases}")
+        for name in ("straight", "stopped")
+    )
+    assert straight.train(best=best) == 0
+    assert stopped.train(best=best, **how) == 143
+    assert max(stopped.losses) == 2
+    assert stopped.train(best=best) == 0
+    assert stopped.losses == straight.losses
+    assert len(events(stopped.folder, "validation")) == 4, "each is measured once"
+    assert [event["step"] for event in events(stopped.folder, "train_phase")] == [0, 4]
+    assert figures(read_steps(LocalStore(stopped.folder), "")) == figures(read_steps(LocalStore(straight.folder), ""))
+    assert [checkpoint.step for checkpoint in stopped.listing.complete] == [
+        checkpoint.step for checkpoint in straight.listing.complete
+    ]
+    assert not best or stopped.best == straight.best
+
+
 def test_a_run_that_ends_early_leaves_the_profile_of_its_last_steps(rank_pool: RankPool, tmp_path: Path) -> None:
     run = Measured(rank_pool, tmp_path, ALONE, "observe.profile={start: 7, steps: 4}")
     assert run.train(early_stop=PATIENCE) == 0

@@ -330,6 +330,12 @@ def test_every_builder_is_found_by_its_model(preset: str) -> None:
     assert builder_named(builder.component(lora=True)) == builder
 
 
+def test_a_model_with_biases_that_its_builder_does_not_have_is_not_built() -> None:
+    recipe = written(RECIPE, ["model={preset: qwen3-8b, from: hf://org/base}"])
+    biased = model_preset("qwen3-8b").model_copy(update={"qkv_bias": True, "output_bias": True})
+    assert builder_of(recipe, biased) is None
+
+
 @pytest.mark.parametrize(
     ("preset", "address", "name"),
     [

@@ -21,6 +21,8 @@ _SIZES: dict[str, Any] = {
     "max_positions": 64,
 }
 _EXPERTS: dict[str, Any] = {key: value for key, value in _SIZES.items() if key != "ffn"}
+_ATTENTION_BIASES = {"qkv_bias": True, "output_bias": True}
+_ALL_BIASES = {**_ATTENTION_BIASES, "mlp_bias": True}
 _LLAMA3 = {
     "kind": "llama3",
     "factor": 8.0,
@@ -80,6 +82,34 @@ _TINY: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "rope": {"base": 1e6},
         "moe": {"experts": 4, "top_k": 2, "ffn": 24, "normalize_top_k": False},
+    },
+    # As Granite's first code models: biases on all projections.
+    "llama-biases": {"family": "llama", **_SIZES, "rope": {"base": 1e4}, **_ALL_BIASES},
+    "qwen3-biases": {"family": "qwen3", **_SIZES, "head_dim": 12, "rope": {"base": 1e6}, **_ATTENTION_BIASES},
+    "qwen3_moe-biases": {
+        "family": "qwen3_moe",
+        **_EXPERTS,
+        "rope": {"base": 1e6},
+        "moe": {"experts": 4, "top_k": 2, "ffn": 24},
+        **_ATTENTION_BIASES,
+    },
+    "olmo2-biases": {"family": "olmo2", **_SIZES, "rope": {"base": 500000.0}, **_ATTENTION_BIASES},
+    "gemma2-biases": {
+        "family": "gemma2",
+        **_SIZES,
+        "rope": {"base": 1e4},
+        "sliding_window": 8,
+        "attention_pattern": ["window", "full"],
+        "query_scalar": 12,
+        "attention_soft_cap": 2.0,
+        "logit_soft_cap": 3.0,
+        **_ATTENTION_BIASES,
+    },
+    "nemotron-biases": {
+        "family": "nemotron",
+        **_SIZES,
+        "rope": {"base": 10000.0, "fraction": 0.5},
+        **_ALL_BIASES,
     },
     "llama-yarn": {"family": "llama", **_SIZES, "rope": {"base": 1e4, "scaling": _YARN}},
     # Some layers windowed and others not, as Qwen's `max_window_layers` has it.
@@ -284,6 +314,12 @@ MEGATRON_LATENT = ("deepseek-megatron", "moonlight-megatron")
 """Those that Megatron's arguments can say."""
 _NOT_IN_MEGATRON = (
     "phi3-longrope",
+    "llama-biases",
+    "qwen3-biases",
+    "qwen3_moe-biases",
+    "olmo2-biases",
+    "gemma2-biases",
+    "nemotron-biases",
     "llama-yarn",
     "qwen2-mixed",
     "olmo2",
@@ -386,6 +422,10 @@ def transformers_config(config: ModelConfig) -> Any:
     }
     if config.ffn is not None:
         keys["intermediate_size"] = config.ffn
+    if config.output_bias and config.family != "gpt_oss":
+        keys["attention_bias"] = True
+    if config.mlp_bias and config.family != "gpt_oss":
+        keys["mlp_bias"] = True
     if config.family != "qwen2":
         keys["head_dim"] = config.head_dim
     match config.family:

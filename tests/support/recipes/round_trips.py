@@ -69,7 +69,7 @@ def forgotten_keys(table: KeyTable) -> list[str]:
     leaves = [key for key in every if not any(other.startswith(f"{key}.") for other in every)]
     read = [row.path for row in table.rows if row.read is not None and not row.chosen] + ["engine.args"]
     if "model.config.family" in read:
-        read += [f"model.config.{key}" for key in FIXED_BY_FAMILY["llama"]]
+        read += [f"model.config.{key}" for key in FIXED_BY_FAMILY["mistral"]]
     return [key for key in leaves if not _below(key, table.unsaid) and not any(_is_below(key, path) for path in read)]
 
 

@@ -62,6 +62,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_soft_cap": 0.5,
         "logit_soft_cap": 1.0,
     },
+    # Biases on all projections, gate and up among them.
+    "biases": {
+        "family": "llama",
+        **_SIZES,
+        "ffn": 24,
+        "rope": {"base": 1e4},
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+    },
     "phi3": {"family": "phi3", **_SIZES, "ffn": 24, "rope": {"base": 1e4, "fraction": 0.5}},
     "nemotron": {"family": "nemotron", **_SIZES, "ffn": 24, "rope": {"base": 1e4, "fraction": 0.5}},
 }

@@ -35,6 +35,7 @@ from trainshed.models import loss
 from trainshed.models.decoder import DecoderLayer
 from trainshed.observe.event_log import EventFollower
 from trainshed.plan import parse_layout
+from trainshed.recipe import Recipe
 from trainshed.recipe.data import ValidationSource
 from trainshed.recipe.schema import BestCheckpoint
 from trainshed.recipe.train import EarlyStop
@@ -284,27 +285,31 @@ def train_measuring(
         ):
             os.kill(os.getpid(), signal.SIGTERM)
 
+    def measured(recipe: Recipe) -> Recipe:
+        changed = {"validation_": ValidationSource(every=every, batches=2), "document_mask": document_mask or None}
+        return recipe.model_copy(
+            update={
+                "data": recipe.data.model_copy(update=changed),
+                "train": recipe.train.model_copy(update={"early_stop": early_stop}),
+                "checkpoint": recipe.checkpoint.model_copy(update={"best": BestCheckpoint() if best else None}),
+            }
+        )
+
+    def validations(order: DataOrder) -> dict[str, DataOrder]:
+        other = SyntheticSource(vocab_size=job.config.vocab_size, sequence_length=order.sequence_length, seed=99)
+        return {"validation": DataOrder([other], BatchSchedule(order.schedule.global_batch))}
+
     job = small_job(folder, small_recipe(model, overrides), layout)
-    recipe = job.recipe
-    recipe = recipe.model_copy(
-        update={
-            "data": recipe.data.model_copy(
-                update={
-                    "validation_": ValidationSource(every=every, batches=2),
-                    "document_mask": document_mask or None,
-                }
-            ),
-            "train": recipe.train.model_copy(update={"early_stop": early_stop}),
-            "checkpoint": recipe.checkpoint.model_copy(update={"best": BestCheckpoint() if best else None}),
-        }
-    )
-    other = SyntheticSource(vocab_size=job.config.vocab_size, sequence_length=job.order.sequence_length, seed=99)
-    order = DataOrder([other], BatchSchedule(job.order.batch_size(0)))
-    home = cast(Store, HookedStore(LocalStore(folder), before))
-    return train_rank(
+    phases = [
         replace(
-            job, recipe=recipe, validations={"validation": order}, checkpoint_home=(home, "apart"), prompts=prompts
-        ),
-        run_folder=folder,
-        listener=listen,
+            phase,
+            span=replace(phase.span, recipe=measured(phase.span.recipe)),
+            validations=validations(phase.order),
+        )
+        for phase in job.phases
+    ]
+    job = replace(
+        job, recipe=measured(job.recipe), validations=validations(job.order), phases=tuple(phases), prompts=prompts
     )
+    home = cast(Store, HookedStore(LocalStore(folder), before))
+    return train_rank(replace(job, checkpoint_home=(home, "apart")), run_folder=folder, listener=listen)

@@ -22,7 +22,7 @@ from trainshed.checkpoints.megatron.unsupported import (
 from trainshed.errors import InputError
 from trainshed.models.megatron_tensors import ExpertNaming, LayerSpec
 from trainshed.recipe import ModelConfig
-from trainshed.recipe.model import FIXED_BY_FAMILY
+from trainshed.recipe.model import FIXED_BY_FAMILY, open_biases
 from trainshed.recipe.model_parts import Mla, RopeScaling
 from trainshed.recipe.validation import validate
 from trainshed.recipe.yaml_io import SourceMap, YamlDocument
@@ -423,11 +423,11 @@ def _family(config: Mapping[str, Any], arg: _ArgsReader) -> str:
         return family
     if "mla" in config:
         return "deepseek_v3"
-    plain = FIXED_BY_FAMILY["llama"]  # of keys that Megatron has no argument for
+    plain = FIXED_BY_FAMILY["mistral"]  # of keys that Megatron has no argument for
     fits = [
         family
         for family, fixed in FIXED_BY_FAMILY.items()
-        if all(config.get(key, plain[key]) == value for key, value in fixed.items())
+        if all(config.get(key, plain[key]) == value for key, value in (fixed | open_biases(family)).items())
         and ("moe" in config) == _has_experts(family)
     ]
     if not fits:

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainshed.errors import InputError
 from trainshed.recipe import ModelConfig
+from trainshed.recipe.model import open_biases
 from trainshed.recipe.model_parts import LATENT_NORM_EPS, YARN_USUAL, Mla, Moe, Rope, RopeScaling
 
 # What `--use-rope-scaling` means: RotaryEmbedding._apply_scaling (rotary_pos_embedding.py) has only the factor as a
@@ -150,6 +151,9 @@ def uncommon_parts(config: ModelConfig) -> dict[str, str]:
     scaling = None if config.rope is None else config.rope.scaling
     if scaling is not None and scaling.kind in ("yarn", "longrope"):
         parts["rope.scaling.kind"] = f"`rope.scaling.kind: {scaling.kind}`"
+    for key, usual_bias in open_biases(config.family).items():
+        if getattr(config, key) != usual_bias:
+            parts[key] = f"`{key}: {str(getattr(config, key)).lower()}`"
     if config.moe is not None:
         usual = Moe(experts=1, top_k=1, ffn=1)
         keys = ("scores", "score_bias", "groups", "scale", "dense_first", "router_bias", "every", "scale_inputs")

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from trainshed.engines.torch.state import (
     ResumePoint,
     base_spec,
     find_resume_point,
+    first_part,
     load_start_state,
     reached_boundary,
 )
@@ -185,7 +186,7 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     attempt = _checkpoint_attempt(job, session)
     resume = find_resume_point(job, attempt, env.rank, session.store, emit)
     while True:
-        part = job.at(0 if resume.checkpoint is None else resume.checkpoint.step)
+        part = first_part(job, resume)
         if part.layout != mesh.layout:
             mesh = build_mesh(part.layout, session.device, part.config)
         end = _train_part(part, session, mesh, attempt, resume)
@@ -195,6 +196,7 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
         _free_device_memory(session.device)
         wants_best = job.recipe.checkpoint.best is not None
         resume = reached_boundary(attempt, end.step, env.rank, session.store, wants_best=wants_best)
+        resume = replace(resume, validation=end.validation)
     if end.signal is None:
         return 0
     emit("signal", end.step, name=signal.Signals(end.signal).name)

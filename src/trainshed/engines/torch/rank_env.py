@@ -97,6 +97,11 @@ class TrainJob:
         same_batch = span.recipe.train.global_batch == before.recipe.train.global_batch
         return same_batch and (span.recipe.data, span.rope_base) == (before.recipe.data, before.rope_base)
 
+    def validates(self, validation_set: str, step: int) -> bool:
+        """Whether the loss on a validation set is measured after so many steps."""
+        every = self.recipe.data.validations[validation_set].every
+        return step % every == 0 or step == self.steps
+
     @property
     def source_slots(self) -> int:
         """How many sources a step may tell apart in any phase; 0 where there is only one."""

@@ -108,6 +108,7 @@ def phase_facts(phases: Sequence[PhaseJob], step: int) -> list[dict[str, Any]]:
             "steps": min(phase.span.end, step) - phase.span.start,
             "sequence_length": phase.order.sequence_length,
             "global_batch": phase.order.schedule.global_batch,
+            "rope_base": None if phase.config.rope is None else phase.config.rope.base,
             "first_sample": phase.span.first_sample,
             "data_skip": [list(skipped_range) for skipped_range in phase.order.skip.ranges],
             "lr": [phase.span.rate.begin, phase.span.rate.end, phase.span.rate.shape],
@@ -123,6 +124,7 @@ _PHASE_KEYS = {
     "steps": "steps",
     "sequence_length": "sequence_length",
     "global_batch": "global_batch",
+    "rope_base": "rope_base",
     "first_sample": "data",
     "lr": "lr",
     "length": "steps",
@@ -145,8 +147,9 @@ def check_phase_facts(facts: Mapping[str, Any], job: TrainJob) -> None:
         )
     for number, (before, here) in enumerate(zip(then, now, strict=True)):
         where = job.recipe.where(f"train.phases.{number}")
+        # A checkpoint of an older version says nothing of the base.
         for fact, key in _PHASE_KEYS.items():
-            if before[fact] != here[fact]:
+            if fact in before and before[fact] != here[fact]:
                 raise InputError(
                     f"phase {number + 1} has begun, and its `{key}` is not what it was: {fact} was {before[fact]} and "
                     f"would be {here[fact]}",
@@ -219,7 +222,9 @@ class ResumePoint:
     checkpoint: CompleteCheckpoint | None = None
     best: BestPointer | None = None
     at_boundary: bool = False
-    """Whether this attempt has just written it, at the end of a phase."""
+    """Whether this attempt has just trained up to it, to the end of a phase."""
+    validation: ValidationRecord | None = None
+    """What this attempt has measured up to it; None where the checkpoint says it."""
 
     def with_best(self, start: StartPoint) -> StartPoint:
         """Return a start for which the best checkpoint is the one that is kept."""
@@ -244,6 +249,20 @@ def find_resume_point(
         return _tell(ResumePoint(checkpoint, best), store, "resume")
     assert store is not None
     return _hear(store, "resume")
+
+
+def first_part(job: TrainJob, resume: ResumePoint) -> TrainJob:
+    """Return the phase that goes on from a checkpoint: the one of the next step.
+
+    Where the run was stopped before the validation at the end of a phase, that phase still has to measure it.
+    """
+    checkpoint = resume.checkpoint
+    if checkpoint is None:
+        return job.at(0)
+    step, ended = checkpoint.step, job.at(checkpoint.step - 1)
+    record = resume.validation or ValidationRecord.from_facts(checkpoint.facts)
+    is_due = any(ended.validates(name, step) for name in ended.validations)
+    return ended if is_due and record is not None and record.step != step else job.at(step)
 
 
 def _tell(point: ResumePoint, store: dist.Store | None, key: str) -> ResumePoint:
@@ -289,7 +308,7 @@ def _checkpoint_from_plain(plain: Mapping[str, Any]) -> CompleteCheckpoint:
 def reached_boundary(
     attempt: Attempt, step: int, rank: int, store: dist.Store | None, *, wants_best: bool
 ) -> ResumePoint:
-    """Return the checkpoint that all ranks have just written at the end of a phase; rank 0 reads it for all."""
+    """Return the checkpoint at the end of a phase that this attempt has reached; rank 0 reads it for all."""
     key = f"boundary {step}"
     if rank == 0:
         folder = checkpoints_folder(attempt.run_folder)
@@ -336,7 +355,8 @@ def load_start_state(
                 checkpoint=join(store.url, checkpoint.path),
                 seconds=time.monotonic() - began,
             )
-        return StartPoint(int(facts["step"]), int(facts["skipped_steps"]), ValidationRecord.from_facts(facts))
+        validation = resume.validation or ValidationRecord.from_facts(facts)
+        return StartPoint(int(facts["step"]), int(facts["skipped_steps"]), validation)
     _load_weights(job, model, emit)
     if job.base is not None:
         if model.lora is not None:

@@ -41,6 +41,8 @@ class TrainingEnd:
     signal: int | None
     at_boundary: bool = False
     """Whether a phase follows that needs another model or layout."""
+    validation: ValidationRecord | None = None
+    """The validation losses so far."""
 
 
 class Trainer:
@@ -123,7 +125,8 @@ class Trainer:
         self.watchdog.heartbeat(self.step, "checkpoint")
         self.writer.wait()
         at_boundary = self.step == self.job.last_step < self.job.steps
-        return TrainingEnd(self.step, self._stop, at_boundary and self._stop is None and self._early_stop is None)
+        at_boundary = at_boundary and self._stop is None and self._early_stop is None
+        return TrainingEnd(self.step, self._stop, at_boundary, self.record)
 
     def _goes_on(self) -> bool:
         """Whether another step follows here. Phases with the same model and layout follow one another at no cost."""
@@ -156,7 +159,8 @@ class Trainer:
 
     def _report_phase(self) -> None:
         """Say which phase of `train.phases` begins or goes on here."""
-        if (phase := self.job.phase) is None:
+        phase = self.job.phase
+        if phase is None or self.step == phase.span.end:
             return
         self.emit(
             "train_phase",
@@ -333,16 +337,13 @@ class Trainer:
         return saves and every is not None and self.step % every == 0 and self.step < self.job.steps
 
     def _validation_due(self) -> bool:
-        return any(self._is_due(name) for name in self.job.validations)
-
-    def _is_due(self, validation_set: str) -> bool:
-        every = self.job.recipe.data.validations[validation_set].every
-        return self.step % every == 0 or self.step == self.job.steps
+        return any(self.job.validates(name, self.step) for name in self.job.validations)
 
     def _catch_up(self) -> None:
         """Do what a run that never stopped had done at this step: measure the loss, or end early.
 
-        A run that was asked to stop saves at once, without the validation that was due.
+        A run that was asked to stop saves at once, without the validation that was due. At the end of a phase the job
+        is still that phase's: `first_part` sees to it.
         """
         if self.record is None or self.step == 0:
             return
@@ -378,7 +379,7 @@ class Trainer:
         began = time.monotonic()
         results: dict[str, EvaluationResult] = {}
         for name, order in self.job.validations.items():
-            if self._is_due(name):
+            if self.job.validates(name, self.step):
                 with self._validated_weights():
                     results[name] = evaluate_batches(self.runner, order, sets[name].batches, self.stop_signals)
                 self.watchdog.heartbeat(self.step, "validation")

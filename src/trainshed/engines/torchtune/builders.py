@@ -70,6 +70,7 @@ _BUILDERS: dict[str, tuple[str, ...]] = {
 _COMPARED_KEYS = (
     *("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab_size", "rope"),
     *("attention_pattern", "query_scalar", "attention_soft_cap", "logit_soft_cap"),
+    *("qkv_bias", "output_bias", "mlp_bias"),
 )
 
 
