@@ -181,6 +181,7 @@ def test_an_answer_of_white_space_alone_is_seen(
         (["--prompt", "a", "--file", "b"], "both say the prompt"),
         (["--prompt", "a", "--top-p", "2"], "`top_p: 2.0` means nothing"),
         (["--prompt", "a", "--max-tokens", "-1"], "`max_tokens: -1` means nothing"),
+        (["--prompt", "a", "--max-tokens", "0"], "--max-tokens 0 is an answer of no tokens"),
         (["--prompt", "word " * 80], "tokens, and prompt and answer have room for 64"),
         (["--file", "none.txt"], "there is no such file"),
     ],
@@ -188,7 +189,7 @@ def test_an_answer_of_white_space_alone_is_seen(
 def test_wrong_input_says_what_to_write(
     model: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_cli(["generate", str(model), *arguments, "--device", "cpu"]) in (1, 2)
+    assert run_cli(["generate", str(model), *arguments, "--device", "cpu"]) == 2
     assert said in capsys.readouterr().err
 
 
