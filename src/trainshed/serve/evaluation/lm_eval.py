@@ -60,14 +60,15 @@ def quiet() -> Iterator[None]:
     were_disabled = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     # Our reporter shows the progress. tqdm's own variable is too late: it is read when torch imports tqdm.
-    make_bar = tqdm.__init__
-    tqdm.__init__ = partialmethod(make_bar, disable=True)
+    bars: Any = tqdm
+    make_bar = bars.__init__
+    bars.__init__ = partialmethod(make_bar, disable=True)
     with warnings.catch_warnings(), quiet_loggers("lm_eval", "datasets", "httpx"):
         warnings.simplefilter("ignore")  # of libraries about each other
         try:
             yield
         finally:
-            tqdm.__init__ = make_bar
+            bars.__init__ = make_bar
             if not were_disabled:
                 datasets.enable_progress_bars()
 
