@@ -49,6 +49,17 @@ def test_a_cluster_from_flags_plans(target: str, capsys: pytest.CaptureFixture[s
     assert Path(file).read_bytes() == before
 
 
+@pytest.mark.parametrize("file", ["new/recipes/mine.yaml", "file.txt/mine.yaml"])
+def test_the_folder_of_a_recipe_is_made(file: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "file.txt").write_text("not a folder")
+    code = run_cli(["init", file, "--model", "tiny", "--data", "data/*.jsonl", "--length", "10"])
+    if file.startswith("new"):
+        assert (code, load_recipe(file).train.steps) == (0, 10)
+    else:
+        assert code == 2
+        assert f"{file}: cannot be written: " in capsys.readouterr().err
+
+
 def test_without_a_terminal_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["init", "--model", "tiny"]) == 2
     assert "--data: is missing, and there is no terminal to ask at" in capsys.readouterr().err

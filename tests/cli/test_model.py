@@ -71,8 +71,8 @@ def test_different_models_exit_with_1_and_say_where(
     [
         (["hf", "native", "--prompts", "x"], 2, "--prompts are for --logits"),
         (["hf", "native", "--workers", "0"], 2, "--workers 0 is less than one"),
-        (["hf", "native", "--logits", "--prompts", "none.txt"], 1, "there is no such file"),
-        (["hf", "nowhere"], 2, "there are no weights"),
+        (["hf", "native", "--logits", "--prompts", "none.txt"], 2, "there is no such file"),
+        (["hf", "nowhere"], 2, "there is no such folder, and no such run"),
     ],
 )
 def test_wrong_input_says_what_to_write(

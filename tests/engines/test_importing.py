@@ -238,7 +238,7 @@ def test_a_file_of_none_of_the_kinds_is_refused(
     file = tmp_path / "file.yaml"
     file.write_text(text)
     assert run_cli(["import", str(file)]) == 2
-    assert what in capsys.readouterr().err
+    assert f"error: {file}: {what}" in capsys.readouterr().err
 
 
 ODD_VALUES = [None, 0, -1, 1.5, "text", "1e-5", [], [None], {}, {"a": 1}, True]

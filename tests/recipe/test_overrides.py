@@ -102,6 +102,8 @@ def test_what_is_no_override_is_refused(error: Callable[..., RecipeError], text:
     ("override", "what", "hint"),
     [
         ("data.train.path=x", "data.train is a list of 1", "say which element: data.train.0.path=…"),
+        ("data.train.x.path=y", "data.train is a list of 1", "say which element: data.train.0.path=…"),
+        ("data.train.path.x=y", "data.train is a list of 1", "say which element: data.train.0.path.x=…"),
         ("data.train.2.path=x", "data.train has 1 element, counted from 0", "data.train.1=… would add one"),
         ("data.skip.1=[1,2]", "data.skip has 0 elements, counted from 0", "data.skip.0=… would add one"),
         ("train.optimizer.betas=[1", "this is not YAML: ", None),

@@ -71,6 +71,16 @@ def test_wrong_input_exits_with_2(arguments: tuple[str, ...]) -> None:
     assert run(*arguments) == 2
 
 
+@pytest.mark.parametrize("src", ["nope", f"hf://{NAME}-of-nobody", f"hf://{NAME}/*.csv"])
+def test_a_source_that_names_nothing_is_wrong_input(
+    src: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(src, "copies") == 2
+    assert not (tmp_path / "copies").exists()
+    assert "error: " in capsys.readouterr().err
+
+
 def test_tasks_are_counted_from_zero() -> None:
     assert parse_task("3/16") == (3, 16)
     assert parse_task(" 0/1 ") == (0, 1)

@@ -187,7 +187,8 @@ def report_text(report: EvaluationReport) -> str:
         more = f"  ({counted:,} tokens)" if isinstance(counted, int) else ""
         lines.append(f"  {record.label:<{width}}  {record.scores_text()}{more}")
         for question in record.details.get("questions", ()):
-            answer = " ".join(question["answer"].split())
+            # An answer of white space alone is shown as Python writes it: nobody sees it otherwise.
+            answer = " ".join(question["answer"].split()) or repr(question["answer"])
             mark = "+" if question["contains"] is not None else "-"
             lines.append(f"    {mark} {question['ask']} -> {answer[:80]}")
     gate = report.gate_text()

@@ -157,7 +157,6 @@ def cluster(
             lambda answer: check(scheduler, kind, place, answer),
         )
     text = starter_cluster(file.stem, scheduler, kind, place, count, address)
-    file.parent.mkdir(parents=True, exist_ok=True)
     write_new_file(file, text)
     named = file.stem if file.parent == Path("clusters") else str(file)
     _report(file, [f"trainshed clusters check {named}", f"trainshed plan RECIPE --on {named}"], output)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainshed.checkpoints.prove.logits import PromptBatch
     from trainshed.checkpoints.weights import Weights
     from trainshed.observe.evaluations import EvaluationRecord
+    from trainshed.serve.loading import RunTokenizerFolder
 
 
 # The same weights a second time, as the authors' own code reads them (Llama, Mistral); the seeds leave them out too.
@@ -78,7 +79,7 @@ def _excluded_patterns(include: Sequence[str], exclude: Sequence[str]) -> list[s
 
 
 def convert(
-    src: str,
+    src: RunName,
     dst: str,
     *,
     to: Literal["hf", "native", "megatron", "gguf"],
@@ -107,8 +108,9 @@ def convert(
     Parameters
     ----------
     src
-        The weights: a folder for transformers, a Megatron checkpoint, a run's folder (its latest checkpoint) or one of
-        its checkpoints; a path, or an address in any store (hf://org/name[@revision], s3://…).
+        The weights: a folder for transformers, a Megatron checkpoint, a run (its name, name/id, folder or recipe file:
+        the latest checkpoint) or one of its checkpoints; a path, or an address in any store (hf://org/name[@revision],
+        s3://…).
     dst
         The folder to make, local or in a bucket.
     to
@@ -135,7 +137,8 @@ def convert(
         Cast the weights (default: as they are stored). fp8 is for hf (compressed-tensors, which vLLM reads), fp16 and
         q8_0 are for gguf.
     tokenizer
-        A folder in any store whose tokenizer and chat template go with the weights (default: the source's own).
+        A folder in any store whose tokenizer and chat template go with the weights (default: the source's own, else
+        that of its run).
     logits
         Compare logits too, besides every tensor.
     workers
@@ -160,12 +163,20 @@ def convert(
         if error.name != "torch":
             raise
         raise MissingExtra.named("train", "converting weights") from None
+    from trainshed.workflow.known_runs import checkpoint_address
+
+    src = checkpoint_address(src)
+    chat_template, end_tokens = None, ()
+    if tokenizer is None and (own := _tokenizer_of_run(src)) is not None:
+        tokenizer, chat_template, end_tokens = own.folder, own.chat_template, own.end_tokens
     made = convert_weights(
         src,
         dst,
         target,
         dtype=dtype,
         tokenizer=tokenizer,
+        chat_template=chat_template,
+        end_tokens=end_tokens,
         vocab_size=vocab_size,
         logits=logits,
         workers=workers,
@@ -174,6 +185,19 @@ def convert(
     )
     print_report(_conversion_report(made), output, _conversion_text(made))
     return 0 if made.verdict.passed else 1
+
+
+def _tokenizer_of_run(src: str) -> RunTokenizerFolder | None:
+    """The tokenizer of the run that weights belong to, where they bring none themselves."""
+    from trainshed.checkpoints.formats import detect_format
+    from trainshed.checkpoints.hf.companion_files import has_tokenizer, read_companions
+    from trainshed.checkpoints.lora.checkpoint_spec import run_folder_of
+
+    if run_folder_of(src) is None or has_tokenizer(read_companions(src, detect_format(src))):
+        return None
+    from trainshed.serve.loading import run_tokenizer_folder
+
+    return run_tokenizer_folder(src)
 
 
 def _conversion_report(made: Conversion) -> dict[str, object]:
@@ -185,9 +209,10 @@ def _conversion_report(made: Conversion) -> dict[str, object]:
 def _conversion_text(made: Conversion) -> str:
     from trainshed.cli.console import format_amount
 
+    files = "1 file" if made.units == 1 else f"{made.units} files"
     kept = f", {made.kept} from an earlier start" if made.kept else ""
     lines = [
-        f"{made.family}, {made.parameters:,} parameters in {made.dtype}: {made.units} files of weights{kept}, "
+        f"{made.family}, {made.parameters:,} parameters in {made.dtype}: {files} of weights{kept}, "
         f"{format_amount(made.bytes, 'B')}",
         f"from     {made.source} ({made.source_format})",
         f"to       {made.target} ({made.format})",
@@ -201,8 +226,8 @@ SHOWN_DIFFERENCES = 20
 
 
 def compare(
-    a: str,
-    b: str,
+    a: RunName,
+    b: RunName,
     *,
     logits: Annotated[bool, Parameter(negative="")] = False,
     prompts: Path | None = None,
@@ -219,8 +244,8 @@ def compare(
     Parameters
     ----------
     a
-        A folder for transformers, a Megatron checkpoint, a run's folder (its latest checkpoint) or one of its
-        checkpoints.
+        A folder for transformers, a Megatron checkpoint, a run (its name, name/id, folder or recipe file: the latest
+        checkpoint) or one of its checkpoints.
     b
         The other one.
     logits
@@ -249,6 +274,9 @@ def compare(
         if error.name != "torch":
             raise
         raise MissingExtra.named("train", "comparing weights") from None
+    from trainshed.workflow.known_runs import checkpoint_address
+
+    a, b = checkpoint_address(a), checkpoint_address(b)
     report = reporter()
     with open_weights(a, reporter=report) as one, open_weights(b, reporter=report) as two:
         for weights in (one, two):
@@ -283,12 +311,12 @@ def _read_prompts(file: Path, tokenizer: str | None, sides: tuple[str, str], one
     from trainshed.checkpoints.inspection import tokenizer_address
     from trainshed.checkpoints.prove.logits import PromptBatch
     from trainshed.data.tokenize.tokenizer import load_tokenizer
-    from trainshed.errors import InputError, NotFound, TokenizerError
+    from trainshed.errors import InputError, NoSuchName, TokenizerError
 
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except FileNotFoundError:
-        raise NotFound("there is no such file", where=str(file)) from None
+        raise NoSuchName("there is no such file", where=str(file)) from None
     if not lines:
         raise InputError("there are no prompts", where=str(file), hint="write one a line")
     places = [tokenizer] if tokenizer else [tokenizer_address(side, detect_format(side)) for side in sides]

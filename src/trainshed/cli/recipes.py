@@ -166,10 +166,11 @@ def check_new_file(path: Path) -> None:
 
 
 def write_new_file(path: Path, text: str) -> None:
-    """Write a file that does not exist yet."""
+    """Write a file that does not exist yet, in a folder that is made for it."""
     from trainshed.errors import InputError
 
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:

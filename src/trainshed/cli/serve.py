@@ -257,6 +257,8 @@ def generate(
     from trainshed.serve.request import SamplingParams
     from trainshed.signals import import_torch
 
+    if max_tokens == 0:
+        raise InputError("--max-tokens 0 is an answer of no tokens", hint="write 1 or more")
     text = _read_prompt(prompt, file)
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -290,7 +292,7 @@ def generate(
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
     import sys
 
-    from trainshed.errors import InputError, NotFound
+    from trainshed.errors import NoSuchName
 
     if prompt is not None and file is not None:
         raise InputError("--prompt and --file both say the prompt", hint="keep one of them")
@@ -301,7 +303,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         if text is None:
             text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise NotFound("there is no such file", where=str(file), hint="name a file with the prompt") from None
+        raise NoSuchName("there is no such file", where=str(file), hint="name a file with the prompt") from None
     except UnicodeDecodeError:
         raise InputError("the prompt is not UTF-8", where=str(file or "stdin"), hint="save it as UTF-8") from None
     if not text:

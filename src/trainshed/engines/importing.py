@@ -79,7 +79,9 @@ def import_file(path: str | os.PathLike[str], *, gpus: int | None = None) -> Imp
         data = file.read_bytes()
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=str(file), hint=f"write {READABLE_FILES}") from None
-    return import_text(decode_utf8(data, str(file)), file.name, gpus=gpus)
+    text = decode_utf8(data, str(file))
+    detect_engine(text, str(file))
+    return import_text(text, file.name, gpus=gpus)
 
 
 def import_text(text: str, name: str, *, gpus: int | None = None) -> ImportedConfig:

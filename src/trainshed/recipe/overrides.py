@@ -127,7 +127,7 @@ def _read_value(text: str, origin: str) -> Any:
 def _set_value(document: YamlDocument, path: KeyPath, value: Any, origin: str) -> None:
     target = document.value
     for length in range(1, len(path)):
-        target = _descend(document, target, path[:length], path[length], origin)
+        target = _descend(document, target, path[:length], path[length:], origin)
     last = path[-1]
     if isinstance(target, list):
         _set_element(target, path, value, origin)
@@ -137,9 +137,9 @@ def _set_value(document: YamlDocument, path: KeyPath, value: Any, origin: str) -
     document.places.keys[path] = SourcePosition(origin)
 
 
-def _descend(document: YamlDocument, parent: Any, path: KeyPath, following: KeyStep, origin: str) -> Any:
-    """Return the mapping or list at `path`, made where the file had none or a shorter form."""
-    step = path[-1]
+def _descend(document: YamlDocument, parent: Any, path: KeyPath, rest: KeyPath, origin: str) -> Any:
+    """Return the mapping or list at `path`, made where the file had none or a shorter form; `rest` follows it."""
+    step, following = path[-1], rest[0]
     if isinstance(parent, list):
         if not isinstance(step, int) or step >= len(parent):
             raise _no_element(parent, path, origin)
@@ -159,10 +159,16 @@ def _descend(document: YamlDocument, parent: Any, path: KeyPath, following: KeyS
         raise RecipeError(
             f"{dotted_key(path)} is a list of {len(child)}",
             where=origin,
-            hint=f"say which element: {dotted_key((*path, 0, following))}=…",
+            hint=f"say which element: {dotted_key((*path, 0, *_keys_of_element(child, rest)))}=…",
         )
     parent[step] = child
     return child
+
+
+def _keys_of_element(elements: list[Any], rest: KeyPath) -> KeyPath:
+    """Return the keys that an element has; `rest` may begin with a word in place of its number."""
+    known = {key for element in elements if isinstance(element, dict) for key in element}
+    return rest[1:] if len(rest) > 1 and rest[0] not in known and rest[1] in known else rest
 
 
 def _may_be_list(path: KeyPath) -> bool:

@@ -397,6 +397,15 @@ def _load_weights(weights: Weights, dtype: torch.dtype, device: torch.device, re
     return decoder.eval()
 
 
+@dataclass(frozen=True)
+class RunTokenizerFolder:
+    """The folder of a run's tokenizer; the chat template of its conversations, and the tokens that end an answer."""
+
+    folder: str
+    chat_template: str | None
+    end_tokens: Sequence[int]
+
+
 def find_tokenizer(
     address: str, format: WeightsFormat, *, tokenizer: str | None = None, options: StoreOptions | None = None
 ) -> ChatTokenizer | None:
@@ -409,6 +418,23 @@ def find_tokenizer(
             return beside
     run = run_folder_of(address)
     return None if run is None else _run_tokenizer(run, options)
+
+
+def run_tokenizer_folder(address: str, options: StoreOptions | None = None) -> RunTokenizerFolder | None:
+    """Return the tokenizer that an export of a run's checkpoint takes along; None where no folder holds it.
+
+    One with added tokens is in no folder but an export's.
+    """
+    run = run_folder_of(address)
+    if run is None:
+        return None
+    with plugins_not_run():
+        recipe = load_recipe(str(run / RECIPE_FILE))
+    folder = None if recipe.model.added_tokens else _run_tokenizer_address(run, recipe)
+    own = None if folder is None else _read_tokenizer(folder, "hf", options)
+    if folder is None or own is None:
+        return None
+    return RunTokenizerFolder(folder.removesuffix("tokenizer.json"), *chat_format(recipe, own.tokenizer, options))
 
 
 def model_name(address: str) -> str:

@@ -19,6 +19,7 @@ from trainshed.errors import (
     CorruptData,
     InputError,
     NoSpace,
+    NoSuchName,
     NotFound,
     StorageError,
     TrainshedError,
@@ -92,7 +93,12 @@ def copy_tree(
         raise InputError(f"{workers} workers", hint="write at least 1")
     _check_not_inside_source(src, dst)
     destination = open_folder(dst, options)
-    source = find_source(src, options, reporter)
+    try:
+        source = find_source(src, options, reporter)
+        items = select_items(source, include, exclude, limit, task)
+    except NotFound as error:
+        # The source names nothing: that is wrong input, not a store that failed.
+        raise NoSuchName(error.what, where=error.where, hint=error.hint) from None
     spec: dict[str, object] = {
         "from": source.address,
         "source": source.pinned,
@@ -101,7 +107,7 @@ def copy_tree(
         "limit": limit,
     }
     copy = _Copy(source, destination, spec, task, reporter, options or StoreOptions(), journal_seconds)
-    return copy.run(select_items(source, include, exclude, limit, task), workers)
+    return copy.run(items, workers)
 
 
 class _Copy:

@@ -171,6 +171,28 @@ def test_every_view_tells_what_the_run_left(dash: ServedDash, store: Path, open_
     wait_until(page, "document.querySelector('[aria-label=\"Rank or part\"]').value === 'rank-00037'")
 
 
+def test_figures_of_a_run_are_not_cut(dash: ServedDash, store: Path, open_page: OpenPage) -> None:
+    page = open_page(f"{dash.url}#/run/{key(dash, store)}", width=1200)
+    page.wait_for_selector(".headline")
+    cut = "[...document.querySelectorAll('.headline .value')].some((tile) => tile.scrollWidth > tile.clientWidth)"
+    longest = "document.querySelectorAll('.headline .value')[1].textContent = '47 h 59 min'"
+    assert not page.evaluate(f"{longest}, {cut}")
+
+
+def test_an_answer_of_white_space_alone_is_seen(tmp_path: Path, open_page: OpenPage) -> None:
+    run = ObservedRun(tmp_path / "store", "llama-tech", "0a1b2c3d")
+    run.begin()
+    run.step(0)
+    answer = {"prompt": "What is a stage?", "answer": "\n\n", "tokens": [1, 2], "ended": True}
+    run.emit("answers", 1, answers=[answer])
+    file = tmp_path / "report.html"
+    file.write_text(build_report([local_source(run.folder, steps=1)]))
+    page = open_page(file.as_uri())
+    page.wait_for_selector(".headline")
+    page.keyboard.press("6")
+    page.get_by_text('"\\n\\n"').wait_for()
+
+
 def test_an_answer_that_comes_after_a_later_one_is_not_shown(
     dash: ServedDash, store: Path, open_page: OpenPage
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,8 @@ def test_checkpoints_are_those_of_the_events_and_of_the_disk(run: ObservedRun) -
     view_of_all = view(run, "checkpoints")
     assert [row["step"] for row in view_of_all["checkpoints"]] == [400, 300, 200, 100]
     assert all(row["stored"] and row["state"] == "committed" for row in view_of_all["checkpoints"])
+    losses = [1.98 + 8.9 * math.exp(-(step - 1) / 260) for step in (400, 300, 200, 100)]
+    assert [row["validation_loss"] for row in view_of_all["checkpoints"]] == pytest.approx(losses)
     assert view_of_all["latest"] == 400
     assert [(verdict["path"], verdict["passed"]) for verdict in view_of_all["verdicts"]] == [
         ("export/verdict.json", True)

@@ -160,6 +160,7 @@ def test_eval_asks_a_server_with_a_key_and_knows_it_again_by_either_address(
     report = json.loads(printed.out)
     assert (report["computed"], [one["name"] for one in report["evaluations"]]) == (3, list(NAMES))
     assert "fatal:" not in printed.err, "git is not asked about this folder"
+    assert "it/s" not in printed.err, "no bars of lm-eval beside ours"
     assert KEY not in printed.out + printed.err
     assert run_cli([*words, "--url", f"{url}/v1"]) == 0
     assert json.loads(capfd.readouterr().out)["computed"] == 0, "measured before"

@@ -18,12 +18,13 @@ from support.recipes.text_recipes import write_script, write_small_recipe
 from trainshed import workflow
 from trainshed.checkpoints.native.hold import hold_checkpoint
 from trainshed.cli import run_cli
+from trainshed.cli.eval import report_text
 from trainshed.errors import RecipeError, TrainshedError
-from trainshed.observe.evaluations import list_evaluations
+from trainshed.observe.evaluations import EvaluationRecord, list_evaluations
 from trainshed.observe.event_log import read_events
 from trainshed.recipe import load_cluster, load_recipe
 from trainshed.storage import LocalStore
-from trainshed.workflow.evaluation.evaluate import evaluate
+from trainshed.workflow.evaluation.evaluate import EvaluationReport, evaluate
 from trainshed.workflow.evaluation.measures import EvaluationRequest, ModelLoading
 from trainshed.workflow.evaluation.stage import EvaluationBesideTraining, due_checkpoints, evaluate_run
 from trainshed.workflow.run import check_trainable
@@ -113,6 +114,16 @@ def test_a_gate_that_is_not_passed_exits_with_1(trained: Trained, capfd: pytest.
     assert "gate passed: 0.50" in capfd.readouterr().out
     assert run_cli([*asked, "--at-least", "0.67"]) == 1
     assert "gate NOT passed: 0.50 of the questions, at least 0.67 are wanted" in capfd.readouterr().out
+
+
+def test_an_answer_of_white_space_alone_is_shown_as_python_writes_it() -> None:
+    answers = (
+        {"ask": "Where?", "answer": "\n\n", "contains": None},
+        {"ask": "Who?", "answer": "a\nb", "contains": "b"},
+    )
+    record = EvaluationRecord("questions", "hard", {"score": 0.5}, {}, "run", details={"questions": answers})
+    text = report_text(EvaluationReport("run", None, (record,), 1))
+    assert text.splitlines()[2:] == [r"    - Where? -> '\n\n'", "    + Who? -> a b"]
 
 
 def test_the_stage_fails_where_the_gate_is_not_passed(trained: Trained) -> None:

@@ -336,7 +336,10 @@ def _timeline_marks(reader: RunReader) -> list[dict[str, Any]]:
 def _checkpoints_view(reader: RunReader, parameters: Parameters) -> dict[str, Any]:
     """The checkpoints by their events and by what is stored, and the verdicts beside exported weights."""
     rows: dict[int, dict[str, Any]] = {}
+    losses: dict[int, float | None] = {}
     for event in reader.events:
+        if event["kind"] == "validation":
+            losses[event["step"]] = event.get("loss")
         if event["kind"] != "checkpoint":
             continue
         row = rows.setdefault(event["step"], {"step": event["step"], "state": None, "stored": False})
@@ -347,6 +350,8 @@ def _checkpoints_view(reader: RunReader, parameters: Parameters) -> dict[str, An
         row |= {key: event[key] for key in ("seconds", "stall_seconds", "bytes", "what") if event.get(key) is not None}
         row["attempt"] = event["attempt"]
     stored_apart = not _add_stored(reader, rows)
+    for step, row in rows.items():
+        row.setdefault("validation_loss", losses.get(step))
     return {
         "run": reader.source.run,
         "checkpoints": [rows[step] for step in sorted(rows, reverse=True)],

@@ -16,10 +16,9 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("TQDM_DISABLE", "1")  # our reporter shows the progress; tqdm reads this when it is imported
 
 import numpy as np
 import orjson
@@ -30,6 +29,7 @@ from lm_eval.api.task import Task
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
+from tqdm import tqdm
 
 from trainshed.errors import InputError, TrainshedError
 from trainshed.reporting import SILENT, ProgressTask, Reporter, quiet_loggers
@@ -59,11 +59,16 @@ def quiet() -> Iterator[None]:
 
     were_disabled = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
+    # Our reporter shows the progress. tqdm's own variable is too late: it is read when torch imports tqdm.
+    bars: Any = tqdm
+    make_bar = bars.__init__
+    bars.__init__ = partialmethod(make_bar, disable=True)
     with warnings.catch_warnings(), quiet_loggers("lm_eval", "datasets", "httpx"):
         warnings.simplefilter("ignore")  # of libraries about each other
         try:
             yield
         finally:
+            bars.__init__ = make_bar
             if not were_disabled:
                 datasets.enable_progress_bars()
 

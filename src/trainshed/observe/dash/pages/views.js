@@ -372,6 +372,9 @@ function gauge(plan, real, range) {
   return el("div", { class: "gauge" }, band, el("b", { title: "planned", style: { left: place(plan) } }), el("b", { class: "measured", title: "measured", style: { left: place(real) } }));
 }
 
+// An answer of white space alone is shown as a quoted text: nobody sees it otherwise.
+const shownAnswer = (text) => (text.trim() ? text : el("span", { class: "faint" }, JSON.stringify(text)));
+
 class AnswersView {
   constructor(page) {
     this.page = page;
@@ -400,7 +403,7 @@ class AnswersView {
       }, view.steps.map((value) => el("option", { value: String(value), selected: value === step }, `after step ${figures.count(value)}`))))
     );
     if (this.root.contains(document.activeElement) && document.activeElement.tagName === "SELECT") return;
-    const cell = (answer) => el("td", { class: "text" }, answer ? [answer.text, answer.ended ? null : el("span", { class: "faint", title: "The model had not ended its answer" }, " …")] : el("span", { class: "faint" }, NONE));
+    const cell = (answer) => el("td", { class: "text" }, answer ? [shownAnswer(answer.text), answer.ended ? null : el("span", { class: "faint", title: "The model had not ended its answer" }, " …")] : el("span", { class: "faint" }, NONE));
     this.root.replaceChildren(
       el("div", { class: "card scroll" }, el("table", { class: "answers" }, el("thead", {}, el("tr", {}, el("th", {}, "Prompt"), heads)), el("tbody", {}, view.prompts.map((row) => el("tr", {}, el("td", { class: "text muted" }, row.prompt), shown.map((step) => cell(row.answers[view.steps.indexOf(step)])))))))
     );
@@ -432,7 +435,7 @@ class ScoresView {
     const heads = shown.length ? shown.map((step) => el("th", { class: "number" }, `step ${figures.count(step)}`)) : el("th", {}, "Score");
     const parts = [el("div", { class: "card scroll" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "Measure"), el("th", {}, "Metric"), el("th", {}, "Over the steps"), heads)), el("tbody", {}, rows)))];
     if (view.questions.length) {
-      const asked = view.questions.map((question) => el("tr", {}, el("td", { class: question.contains === null ? "bad-text" : "good-text" }, question.contains === null ? "no" : "yes"), el("td", { class: "text muted" }, question.ask), el("td", { class: "text" }, question.answer)));
+      const asked = view.questions.map((question) => el("tr", {}, el("td", { class: question.contains === null ? "bad-text" : "good-text" }, question.contains === null ? "no" : "yes"), el("td", { class: "text muted" }, question.ask), el("td", { class: "text" }, shownAnswer(question.answer))));
       const after = view.asked_after === null ? "" : ` after step ${figures.count(view.asked_after)}`;
       parts.push(el("div", { class: "card scroll" }, el("h2", {}, `Questions${after}`), el("table", { class: "answers" }, el("thead", {}, el("tr", {}, el("th", {}, "As expected"), el("th", {}, "Question"), el("th", {}, "Answer"))), el("tbody", {}, asked))));
     }
