@@ -132,7 +132,9 @@ def validation_samples(job: Job, pods: PodRunner, folder: Path) -> list[dict[str
     place, source = next(iter(image.folders.items()))
     shared, texts = str(pods.shared), folder / "samples"
     texts.mkdir()
-    (texts / "build_index.py").write_text(job.files["programs/build_index.py"])
+    for name, text in job.files.items():
+        if name.startswith("programs/"):
+            (texts / name.removeprefix("programs/")).write_text(text)
     index = job.files["index.json"].replace("/fsx/", f"{shared}/").replace(place, str(source))
     data = json.loads(index)["data"]
     (texts / "data.json").write_text(Path(data).read_text().replace("/fsx/", f"{shared}/"))
