@@ -163,8 +163,20 @@ def html_document(title: str, subtitle: str, sections: Sequence[tuple[str, str]]
     )
 
 
+def numeric_columns(columns: int, rows: Sequence[Sequence[str]]) -> list[bool]:
+    """Return which columns hold numbers: every cell is empty or begins as a number does."""
+    return [
+        all(cell[:1].isdigit() or cell[:1] in "-$" for row in rows if (cell := row[place])) for place in range(columns)
+    ]
+
+
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of plain texts."""
-    head = "".join(f"<th>{escape(column)}" for column in columns)
-    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div style="overflow-x:auto"><table><tr>{head}</tr>{lines}</table></div>\n'
+    """Return a table of plain texts, numbers to the right."""
+    css = ["number" if is_number else "text" for is_number in numeric_columns(len(columns), rows)]
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        marked = (f'<{tag} class="{kind}">{escape(cell)}</{tag}>' for cell, kind in zip(cells, css, strict=True))
+        return f"<tr>{''.join(marked)}</tr>"
+
+    lines = "".join((line("th", columns), *(line("td", row) for row in rows)))
+    return f'<div style="overflow-x:auto"><table>{lines}</table></div>\n'
