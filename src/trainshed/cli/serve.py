@@ -280,9 +280,8 @@ def generate(
     if output == "json":
         print_report(data, output, "")
     else:
-        report.note(
-            f"{data['tokens']} tokens, {data['tokens_per_second']:.1f} a second; ended by {data['finish_reason']}"
-        )
+        count = f"{data['tokens']} token{'s' if data['tokens'] != 1 else ''}"
+        report.note(f"{count}, {data['tokens_per_second']:.1f} a second; ended by {data['finish_reason']}")
     return 0
 
 
