@@ -93,7 +93,7 @@ def line_chart(
         drawing.text(0, 16, "There is nothing to draw yet.", "soft")
         drawing.height = 28
         return drawing
-    left, right, top, bottom = 64.0, drawing.width - 12, 12.0, _HEIGHT
+    left, right, top, bottom = 64.0, drawing.width - 12, 26.0, _HEIGHT
     xs = [point[0] for point in everything] if not x_names else [0.0, len(x_names) - 1.0]
     x_axis = _Axis.over(xs, is_log=log_x, names=x_names, marks=x_marks)
     y_axis = _Axis.over([point[1] for point in everything], is_log=log_y)
@@ -109,7 +109,7 @@ def line_chart(
         x = left + x_axis.share(tick) * (right - left)
         drawing.text(x, bottom + 18, label, "small", "middle")
     drawing.text((left + right) / 2, bottom + 38, x_label, "soft", "middle")
-    drawing.text(0, top - 2, y_label, "soft")
+    drawing.text(0, 10, y_label, "soft")
     for one in series:
         _draw_series(drawing, one, [at(point) for point in one.points])
     entries = [(one.colour, one.name) for one in series if one.name]
