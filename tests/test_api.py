@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,6 +17,7 @@ import trainshed as ts
 from support.recipes.text_recipes import write_script, write_small_recipe
 from trainshed.cli import run_cli
 from trainshed.errors import RecipeError
+from trainshed.observe.notebook import NotebookProgress
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS_A_CLUSTER = "# where `sbatch` is\n"
@@ -140,6 +142,24 @@ def test_a_failed_wait_says_why(here: Path, page: dict[str, object], monkeypatch
     with pytest.raises(ts.TrainshedError, match="has failed: out of luck"):
         run.wait()
     assert run.wait(check=False)["state"] == "failed"
+
+
+def test_a_cell_shows_a_recipe_and_a_cluster_as_they_are_written() -> None:
+    shown = ts.Recipe.load("quickstart").with_("name", "shown")._repr_html_()
+    assert "<pre>name: shown\n" in shown
+    assert "script: quickstart/docstrings.py" in shown
+    assert "dropout" not in shown, "keys with their default stay out"
+    assert "target: kubernetes" in ts.Cluster.load("gke-a3-mega")._repr_html_()
+
+
+def test_live_progress_keeps_the_lines_of_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    display = ModuleType("IPython.display")
+    monkeypatch.setattr(display, "display", lambda *_, **__: None, raising=False)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    progress = NotebookProgress()
+    progress.note("two runs\n  lr=<1e-3>")
+    assert "pre-wrap" in progress._repr_html_()
+    assert "two runs\n  lr=&lt;1e-3&gt;</div>" in progress._repr_html_()
 
 
 def test_cells_show_plans_and_runs_and_live_progress(here: Path, page: dict[str, object]) -> None:

@@ -89,6 +89,11 @@ def test_what_takes_no_time_has_no_rate_and_one_thing_is_not_a_plural() -> None:
     assert figures(2, 2, "epochs", 4.0, done=True).startswith("  2 epochs")
 
 
+def test_the_unit_of_a_task_under_way_is_written_once() -> None:
+    assert figures(1, 4, "runs", 2.0, done=False).startswith(" 25%  1 of 4 runs  ")
+    assert figures(300e6, 2.8e9, "B", 10.0, done=False).startswith(" 11%  300.0 MB of 2.8 GB  ")
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_a_progress_bar_takes_one_line_in_any_terminal(width: int) -> None:
     shown = TerminalReporter()

@@ -41,5 +41,5 @@ def test_every_command_of_the_page_runs(
         words = [path for word in shlex.split(command)[1:] for path in (glob.glob(word) if "*" in word else [word])]
         assert run_cli(words) == 0, (command, capfd.readouterr().err)
     shown = capfd.readouterr().out
-    for score in ("perplexity validation", "perplexity held-out", "questions questions", "capitals"):
+    for score in ("perplexity validation", "perplexity held-out", "questions", "capitals"):
         assert score in shown

@@ -15,7 +15,7 @@ from support.runs.small_generators import Notes, ask, generating
 from trainshed.checkpoints.convert.convert import convert_weights
 from trainshed.checkpoints.formats import TargetFormat
 from trainshed.checkpoints.prove.verdict import VERDICT
-from trainshed.errors import InputError
+from trainshed.errors import InputError, TokenizerError
 from trainshed.models.moe import GroupedExperts
 from trainshed.serve.loading import LoadedModel, load_model
 
@@ -146,6 +146,16 @@ def test_another_tokenizer_can_be_named(hf: Path, tmp_path: Path) -> None:
 def test_weights_without_a_tokenizer_have_no_words(tmp_path: Path) -> None:
     save_tiny_hf("llama", tmp_path)
     assert load_model(str(tmp_path), device="cpu").tokenizer is None
+
+
+def test_a_gguf_file_says_that_its_tokenizer_is_not_read_back(tmp_path: Path) -> None:
+    save_tiny_hf("qwen3", tmp_path / "hf", seed=1, layers=2, vocab_size=2000, hidden=64, head_dim=16)
+    save(KINDS["qwen"](), CONFIGS["qwen"], tmp_path / "hf")
+    convert_weights(str(tmp_path / "hf"), str(tmp_path / "gguf"), TargetFormat("gguf"), logits=False)
+    model = load_model(str(tmp_path / "gguf"), device="cpu")
+    with pytest.raises(TokenizerError, match="tokenizer inside a GGUF file is not read back") as caught:
+        model.encode("Return")
+    assert "--tokenizer FOLDER" in (caught.value.hint or "")
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_pointed_out(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_answers_of_several_steps_are_shown_side_by_side(
     data = json.loads(shown_answers(capsys, folder, "-o", "json"))
     assert (data["schema"], [step["step"] for step in data["steps"]]) == ("trainshed.answers/1", steps)
     table = shown_answers(capsys, folder)
-    assert f"2 prompts, answered after {len(steps)} steps" in table
+    assert f"2 prompts, answered at {len(steps)} steps" in table
     columns = [steps[0], *steps[-3:]]
     head = next(line for line in table.splitlines() if "prompt" in line and "after step" in line)
     assert [part.strip() for part in head.strip("┃").split("┃")] == [

@@ -52,7 +52,9 @@ def answers_text(data: dict[str, Any], width: int | None = None) -> str:
         table.add_row(*(Text(cell) for cell in (prompt, *cells)))
     console = Console(width=width, highlight=False)
     with console.capture() as capture:
-        console.print(f"{data['run']}: {len(prompts)} prompts, answered after {len(steps)} steps", soft_wrap=True)
+        count = f"{len(prompts)} prompt{'s' if len(prompts) != 1 else ''}"
+        times = f"at {len(steps)} step{'s' if len(steps) != 1 else ''}"
+        console.print(f"{data['run']}: {count}, answered {times}", soft_wrap=True)
         console.print(table)
     hidden = len(steps) - len(shown)
     more = f"{hidden} more in {data['folder']}/answers; -o json shows them\n" if hidden else ""

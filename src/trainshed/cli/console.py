@@ -132,14 +132,17 @@ _SHORTEST_RATED = 0.1
 
 
 def figures(amount: float, total: float | None, unit: str, seconds: float, *, done: bool) -> str:
-    """Write how far a task is: `43%  1.2 of 2.8 GB  112 MB/s  ETA 0:00:14`, and when done how long it took."""
+    """Write how far a task is: `43%  1.2 GB of 2.8 GB  112 MB/s  ETA 0:00:14`, and when done how long it took."""
     rate = amount / max(seconds, 1e-9)
     if done and seconds < _SHORTEST_RATED:
         return f"{format_amount(amount, unit):>10}  in less than 0.1 s"
     if done or not total:
         return f"{format_amount(amount, unit):>10}  {format_amount(rate, unit)}/s  in {format_duration(seconds)}"
     left = format_duration((total - amount) / rate) if amount else "?"
-    done_of_all = f"{format_amount(amount, unit)} of {format_amount(total, unit)}"
+    done_amount = format_amount(amount, unit)
+    if unit != "B":
+        done_amount = done_amount.partition(" ")[0]
+    done_of_all = f"{done_amount} of {format_amount(total, unit)}"
     return f"{amount / total:4.0%}  {done_of_all}  {format_amount(rate, unit)}/s  ETA {left}"
 
 

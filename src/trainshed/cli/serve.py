@@ -64,7 +64,6 @@ class ModelOptions:
         Raises `MissingExtra` where the parts for it are not installed.
         """
         from trainshed import api
-        from trainshed.errors import TokenizerError
 
         model = api.load_model(
             checkpoint,
@@ -80,11 +79,9 @@ class ModelOptions:
             reporter=reporter,
         )
         if model.tokenizer is None:
-            raise TokenizerError(
-                "there is no tokenizer beside these weights",
-                where=model.address,
-                hint="write --tokenizer FOLDER (or hf://org/name)",
-            )
+            from trainshed.serve.loading import no_tokenizer
+
+            raise no_tokenizer(model.address, model.format)
         return model, model.tokenizer
 
 
@@ -283,9 +280,8 @@ def generate(
     if output == "json":
         print_report(data, output, "")
     else:
-        report.note(
-            f"{data['tokens']} tokens, {data['tokens_per_second']:.1f} a second; ended by {data['finish_reason']}"
-        )
+        count = f"{data['tokens']} token{'s' if data['tokens'] != 1 else ''}"
+        report.note(f"{count}, {data['tokens_per_second']:.1f} a second; ended by {data['finish_reason']}")
     return 0
 
 

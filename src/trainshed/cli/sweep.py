@@ -52,7 +52,7 @@ def sweep(
         Report as text or json.
     """
     from trainshed.cli.console import print_report, reporter
-    from trainshed.workflow.sweeps.results import sweep_rows
+    from trainshed.workflow.sweeps.results import mark_text, sweep_rows
     from trainshed.workflow.sweeps.runners import runs_at_once, sweep_runner
     from trainshed.workflow.sweeps.sweep import plan_sweep, run_sweep
 
@@ -77,8 +77,12 @@ def sweep(
     outcome = run_sweep(planned, runner, parallel=at_once, reporter=reporter())
     data = outcome.to_plain()
     columns, rows = sweep_rows(data)
-    best = ["* the lowest final loss"] if any(cell.endswith(" *") for row in rows for cell in row) else []
-    lines = [*table_lines(columns, rows), *best, *_problems(data), f"report: {data['report']}"]
+    lines = [
+        *table_lines(columns, rows),
+        *filter(None, [mark_text(data)]),
+        *_problems(data),
+        f"report: {data['report']}",
+    ]
     if outcome.exit_code > 128:
         lines.append("stopped: the same command goes on")
     print_report(data, output, "\n".join(lines))
@@ -140,11 +144,10 @@ def _dollars(dollars: float | None) -> str:
 
 def table_lines(columns: list[str], rows: list[list[str]]) -> list[str]:
     """Set a table in columns, numbers to the right."""
+    from trainshed.plan.report.line_chart import numeric_columns
+
     widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
-    numeric = [
-        all(cell[:1].isdigit() or cell[:1] in "-$" for row in rows if (cell := row[place]))
-        for place in range(len(columns))
-    ]
+    numeric = numeric_columns(len(columns), rows)
 
     def line(cells: list[str]) -> str:
         padded = [

@@ -52,7 +52,7 @@ class EvaluationRecord:
     @property
     def label(self) -> str:
         """What it is called in reports."""
-        return self.name if self.kind == "task" else f"{self.kind} {self.name}"
+        return self.name if self.kind in ("task", self.name) else f"{self.kind} {self.name}"
 
     @property
     def main_score(self) -> tuple[str, float | None]:

@@ -124,7 +124,8 @@ class NotebookProgress:
 
     def _repr_html_(self) -> str:
         lines = [*self._notes[-_SHOWN_NOTES:], *filter(None, (self._task, self._line))]
-        return f"<div>{'<br>'.join(map(escape, lines))}<br>{loss_chart(loss_bins(self._steps))}</div>"
+        text = escape("\n".join(lines))
+        return f'<div><div style="white-space: pre-wrap">{text}</div>{loss_chart(loss_bins(self._steps))}</div>'
 
     def _draw(self, *, now: bool = False) -> None:
         if now or time.monotonic() - self._drawn >= REDRAW_SECONDS:

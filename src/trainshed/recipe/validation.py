@@ -255,7 +255,7 @@ def validate(kind: type[Kind], document: YamlDocument) -> Kind:
 def _without_duplicates(problems: list[Problem]) -> list[Problem]:
     """Say once what pydantic says twice: a misspelt key is also missing, a list of wrong elements also too short."""
     meant = {problem.hint for problem in problems}
-    inner = {problem.path[:-1] for problem in problems if problem.path}
+    inner = {problem.path[:end] for problem in problems for end in range(len(problem.path))}
     return [
         problem
         for problem in problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -10,13 +11,20 @@ from pydantic import PrivateAttr
 
 from trainshed.recipe.overrides import Override, python_override
 from trainshed.recipe.section import Section
-from trainshed.recipe.yaml_io import SourceMap
+from trainshed.recipe.yaml_io import SourceMap, dump_yaml
+from trainshed.redaction import redacted
 
 
 class WrittenFile(Section):
     """A section that is a file of its own."""
 
     _places: SourceMap = PrivateAttr(default_factory=SourceMap)
+
+    def _repr_html_(self) -> str:
+        """Show the file in a notebook: the keys that do not have their default."""
+        from trainshed.recipe.load import to_plain
+
+        return f"<pre>{html.escape(redacted(dump_yaml(to_plain(self, defaults=False))))}</pre>"
 
     @property
     def places(self) -> SourceMap:

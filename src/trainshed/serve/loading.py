@@ -91,11 +91,7 @@ class LoadedModel:
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
-            raise TokenizerError(
-                "there is no tokenizer beside these weights",
-                where=self.address,
-                hint="name one: `--tokenizer FOLDER` (or hf://org/name); in Python `load_model(…, tokenizer=…)`",
-            )
+            raise no_tokenizer(self.address, self.format)
         try:
             prompt.encode()
         except UnicodeEncodeError:  # bytes of a command line, or half of a surrogate pair
@@ -418,6 +414,18 @@ def find_tokenizer(
             return beside
     run = run_folder_of(address)
     return None if run is None else _run_tokenizer(run, options)
+
+
+def no_tokenizer(address: str, format: WeightsFormat) -> TokenizerError:
+    """Return the error for weights whose tokenizer is not found, by their address as it may be shown."""
+    how = "--tokenizer FOLDER (or hf://org/name); in Python `load_model(…, tokenizer=…)`"
+    if format == "gguf":
+        return TokenizerError(
+            "the tokenizer inside a GGUF file is not read back, only its weights",
+            where=address,
+            hint=f"name that of the model it was converted from: {how}",
+        )
+    return TokenizerError("there is no tokenizer beside these weights", where=address, hint=f"write {how}")
 
 
 def run_tokenizer_folder(address: str, options: StoreOptions | None = None) -> RunTokenizerFolder | None:

@@ -55,6 +55,13 @@ def test_one_changed_weight_is_named_with_its_place_and_its_amount(llama: Path, 
     assert "1 of 2,048 differ by 0.5 at most" in (found.first_difference or "")
 
 
+def test_a_relative_difference_is_written_as_a_share_of_the_value(llama: Path, tmp_path: Path) -> None:
+    values = load_file(llama / "model.safetensors")[VALUE].clone()
+    values[5, 7] = 0.0
+    found = compare_weights(HfWeights(llama), changed(llama, tmp_path / "b", **{VALUE: values}))
+    assert "at most (100% of the value)" in (found.first_difference or "")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_no_number_is_a_difference_without_an_amount(llama: Path, tmp_path: Path, value: float) -> None:
     values = load_file(llama / "model.safetensors")[VALUE].clone()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 
 from support.recipes.text_recipes import SCRIPT, write_script, write_small_recipe
 from trainshed.cli import run_cli
+from trainshed.cli.console import PlainReporter
 from trainshed.errors import InputError
 from trainshed.workflow.sweeps.runners import sweep_runner
-from trainshed.workflow.sweeps.sweep import plan_sweep
+from trainshed.workflow.sweeps.sweep import PointState, SweepPoint, plan_sweep, run_sweep
 
 
 @pytest.fixture
@@ -142,3 +144,38 @@ def test_a_sweep_that_is_killed_goes_on_where_its_runs_are(folder: Path, capsys:
     assert [(run["state"], run["step"]) for run in data["runs"]] == [("done", 400)] * 2
     # Each went on from a checkpoint, and none was trained twice at once.
     assert [attempts(folder, run["run"]) for run in data["runs"]] == [2, 2]
+
+
+class StoppedRunner:
+    """Two runs that go on until Ctrl-C: the first has just ended then, the second is stopped."""
+
+    look_seconds = 0.01
+
+    def __init__(self) -> None:
+        self.states: dict[str, PointState] = {}
+
+    def start(self, point: SweepPoint) -> None:
+        self.states[point.run] = "running"
+        if len(self.states) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def look(self, point: SweepPoint) -> tuple[PointState, str]:
+        return self.states.get(point.run, "waiting"), ""
+
+    def is_prepared(self, point: SweepPoint) -> bool:
+        return True
+
+    def stop(self, points: Sequence[SweepPoint]) -> None:
+        first, second = points
+        self.states |= {first.run: "done", second.run: "stopped"}
+
+
+def test_progress_of_a_stopped_sweep_counts_the_runs_that_ended(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = plan_sweep("recipe.yaml", ["train.optimizer.lr=1e-3,1e-2"])
+    outcome = run_sweep(planned, StoppedRunner(), parallel=2, reporter=PlainReporter())
+    assert outcome.exit_code == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("sweep                   1 run  ")
+    assert "running" not in last

@@ -211,7 +211,7 @@ class _ConversionJob:
         outputs = self._writer.output_files()
         finished = self._folder.finished_files(outputs, self._workers, self._reporter)
         if finished:
-            self._reporter.note(f"{len(finished)} of {len(outputs)} files are there already: going on with the others")
+            self._reporter.note(f"{len(finished)} of {len(outputs)} files are there already")
         entries = self._write_files(outputs, finished)
         with explain_disk_errors(self._target_folder):
             self._writer.finish(self._target_folder, entries)

@@ -85,7 +85,9 @@ class WeightsComparison:
         for difference in self.differences:
             distance = "by something that is not a number"
             if difference.max_absolute is not None and difference.max_relative is not None:
-                distance = f"by {difference.max_absolute:.3g} at most ({difference.max_relative:.3g} of the value)"
+                distance = (
+                    f"by {difference.max_absolute:.3g} at most ({100 * difference.max_relative:.3g}% of the value)"
+                )
             count = f"{difference.different:,} of {difference.elements:,}"
             yield f"`{difference.name}`: {count} differ {distance}, first at {list(difference.first)}"
 

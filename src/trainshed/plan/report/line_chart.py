@@ -93,7 +93,7 @@ def line_chart(
         drawing.text(0, 16, "There is nothing to draw yet.", "soft")
         drawing.height = 28
         return drawing
-    left, right, top, bottom = 64.0, drawing.width - 12, 12.0, _HEIGHT
+    left, right, top, bottom = 64.0, drawing.width - 12, 26.0, _HEIGHT
     xs = [point[0] for point in everything] if not x_names else [0.0, len(x_names) - 1.0]
     x_axis = _Axis.over(xs, is_log=log_x, names=x_names, marks=x_marks)
     y_axis = _Axis.over([point[1] for point in everything], is_log=log_y)
@@ -109,7 +109,7 @@ def line_chart(
         x = left + x_axis.share(tick) * (right - left)
         drawing.text(x, bottom + 18, label, "small", "middle")
     drawing.text((left + right) / 2, bottom + 38, x_label, "soft", "middle")
-    drawing.text(0, top - 2, y_label, "soft")
+    drawing.text(0, 10, y_label, "soft")
     for one in series:
         _draw_series(drawing, one, [at(point) for point in one.points])
     entries = [(one.colour, one.name) for one in series if one.name]
@@ -163,8 +163,20 @@ def html_document(title: str, subtitle: str, sections: Sequence[tuple[str, str]]
     )
 
 
+def numeric_columns(columns: int, rows: Sequence[Sequence[str]]) -> list[bool]:
+    """Return which columns hold numbers: every cell is empty or begins as a number does."""
+    return [
+        all(cell[:1].isdigit() or cell[:1] in "-$" for row in rows if (cell := row[place])) for place in range(columns)
+    ]
+
+
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of plain texts."""
-    head = "".join(f"<th>{escape(column)}" for column in columns)
-    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div style="overflow-x:auto"><table><tr>{head}</tr>{lines}</table></div>\n'
+    """Return a table of plain texts, numbers to the right."""
+    css = ["number" if is_number else "text" for is_number in numeric_columns(len(columns), rows)]
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        marked = (f'<{tag} class="{kind}">{escape(cell)}</{tag}>' for cell, kind in zip(cells, css, strict=True))
+        return f"<tr>{''.join(marked)}</tr>"
+
+    lines = "".join((line("th", columns), *(line("td", row) for row in rows)))
+    return f'<div style="overflow-x:auto"><table>{lines}</table></div>\n'

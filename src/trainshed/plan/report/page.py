@@ -128,14 +128,14 @@ def html_page(plan: Plan, *, top: int) -> str:
 def notebook_html(plan: Plan) -> str:
     """Return a plan as a notebook shows it: the figures as a table, the charts as a picture below."""
     title, subtitle = plan_headline(plan)
-    names = "".join(f"<th>{escape(word)}</th>" for _, word, _ in key_figures(plan))
-    figures = "".join(f"<td>{escape(figure)}</td>" for figure, _, _ in key_figures(plan))
+    figures = "".join(f"<th>{escape(figure)}</th>" for figure, _, _ in key_figures(plan))
+    words = "".join(f"<td>{escape(word)}</td>" for _, word, _ in key_figures(plan))
     notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
     # As an image: the style of the charts would otherwise be that of every cell.
     picture = base64.b64encode(svg_sheet(plan, top=5).encode()).decode()
     return (
         f"<div><b>{escape(title)}</b><br>{escape(subtitle)}<br><code>{escape(describe_layout(plan.layout))}</code>"
-        f"<table><tr>{names}</tr><tr>{figures}</tr></table>"
+        f"<table><tr>{figures}</tr><tr>{words}</tr></table>"
         + (f"<details><summary>{len(plan.notes)} notes</summary><ul>{notes}</ul></details>" if notes else "")
         + f'<details><summary>charts</summary><img alt="{escape(title)}" src="data:image/svg+xml;base64,{picture}">'
         "</details></div>"

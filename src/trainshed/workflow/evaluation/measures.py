@@ -472,20 +472,16 @@ class Evaluator:
         return self._model
 
     def _words(self) -> ChatTokenizer:
-        from trainshed.serve.loading import find_tokenizer
+        from trainshed.serve.loading import find_tokenizer, no_tokenizer
 
         if self._model is not None:
-            words = self._model.tokenizer
+            words, format = self._model.tokenizer, self._model.format
         else:
             address = self.weights.address
             format = detect_format(address, self.options)
             words = find_tokenizer(address, format, tokenizer=self.loading.tokenizer, options=self.options)
         if words is None:
-            raise InputError(
-                "there is no tokenizer beside these weights",
-                where=shown_address(self.weights.address),
-                hint="write --tokenizer FOLDER (or hf://org/name)",
-            )
+            raise no_tokenizer(shown_address(self.weights.address), format)
         return words
 
 

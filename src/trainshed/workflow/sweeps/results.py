@@ -130,11 +130,11 @@ def sweep_rows(plain: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     keys: list[str] = plain["keys"]
     short = [key.rpartition(".")[2] for key in keys]
     names = short if len(set(short)) == len(short) else list(keys)
-    best = min((loss for run in plain["runs"] if (loss := _final(run)) is not None), default=None)
+    best = _best(plain)
     rows = []
     for run in plain["runs"]:
         steps = f"{run['step']:,}" + (f" of {run['steps']:,}" if run["steps"] and run["step"] != run["steps"] else "")
-        mark = " *" if best is not None and _final(run) == best and len(plain["runs"]) > 1 else ""
+        mark = " *" if best is not None and _final(run) == best else ""
         has_validation = run["best_validation_loss"] is not None
         rows.append(
             [
@@ -150,6 +150,21 @@ def sweep_rows(plain: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             ]
         )
     return [*names, *SWEEP_COLUMNS], rows
+
+
+def mark_text(plain: Mapping[str, Any]) -> str:
+    """Return what the mark in the table of a sweep says; empty where nothing is marked."""
+    best = _best(plain)
+    if best is None:
+        return ""
+    is_validation = any(run["best_validation_loss"] == best for run in plain["runs"])
+    return "* the lowest validation loss" if is_validation else "* the lowest loss after the last step"
+
+
+def _best(plain: Mapping[str, Any]) -> float | None:
+    """The lowest final loss; None where there is none, or nothing to compare it with."""
+    losses = [loss for run in plain["runs"] if (loss := _final(run)) is not None]
+    return min(losses) if losses and len(plain["runs"]) > 1 else None
 
 
 def _final(run: Mapping[str, Any]) -> float | None:
@@ -170,7 +185,8 @@ def sweep_page(plain: Mapping[str, Any], figures: Mapping[str, RunFigures]) -> s
         run["run"]: " ".join(f"{key.rpartition('.')[2]}={run['values'][key]}" for key in plain["keys"]) for run in runs
     }
     has_validation = any(one.validations for one in figures.values())
-    sections = [("Runs", html_table(columns, rows) + "<p>* the lowest final loss</p>")]
+    mark = mark_text(plain)
+    sections = [("Runs", html_table(columns, rows) + (f"<p>{mark}</p>" if mark else ""))]
     failures = [[labels[run["run"]], run["why"]] for run in runs if run["state"] in ("failed", "stopped")]
     if failures:
         sections.append(("Not done", html_table(["run", "why"], failures)))

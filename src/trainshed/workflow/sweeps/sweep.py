@@ -380,6 +380,8 @@ def run_sweep(
             runner.stop(active)
             for point in active:
                 outcome.states[point.run] = runner.look(point)
+            task.describe("")
+            task.advance(sum(outcome.states[point.run][0] in ("done", "failed") for point in active))
     _keep(outcome, stores, figures=True)
     failed = _count(outcome, "failed") + _count(outcome, "stopped")
     outcome.exit_code = stop.exit_code or (1 if failed else 0)
@@ -424,7 +426,7 @@ def _look_and_start(
             task.advance(1)
     if changed:
         _keep(outcome, stores)
-    task.describe(f"{len(active)} running")
+    task.describe(f"{len(active)} running" if active else "")
     return not active and not _count(outcome, "waiting")
 
 
