@@ -15,6 +15,7 @@ from trainshed.data.tokens.indexed_dataset import write_index
 from trainshed.data.tokens.verify import verify_tokens
 from trainshed.recipe import Cluster, Recipe, load_cluster, load_recipe
 from trainshed.storage import StoreOptions, open_store
+from trainshed.storage.manifest import Manifest
 from trainshed.workflow import open_run, open_run_folder, prepare_run, store_options, train
 from trainshed.workflow.remove import find_unneeded
 
@@ -77,7 +78,7 @@ def test_the_index_of_a_removed_run_is_not_needed_by_one_whose_tokens_are_in_a_b
     store = made.folder.parents[2]
     stale = store / "artefacts" / "index" / ("0" * 32)
     stale.mkdir()
-    (stale / "manifest.json").write_text('{"spec": {"content": "gone"}}')
+    (stale / "manifest.json").write_bytes(Manifest.of("index", {"content": "gone"}, []).to_bytes())
     assert str(stale) in [item.path for item in find_unneeded(store, store_options(cluster))]
 
 
