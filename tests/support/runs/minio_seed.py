@@ -211,7 +211,8 @@ def processes_of(line: RayLine) -> dict[int, list[str]]:
         with suppress(psutil.Error):
             parent = process.parent()
             family = [process, *process.children(recursive=True)]
-            family += [parent] if parent is not None and parent.cmdline()[:1] == ["ray::ProcessActor"] else []
+            # Ray adds the method that runs: `ray::ProcessActor.run`.
+            family += [parent] if parent is not None and parent.cmdline()[0].startswith("ray::ProcessActor") else []
             for member in family:
                 with suppress(psutil.Error):
                     if member.status() != psutil.STATUS_ZOMBIE:
