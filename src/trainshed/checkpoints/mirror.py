@@ -107,7 +107,8 @@ def upload_checkpoints(
         if name not in there and _upload(run, row, bucket, address, options, reporter):
             sent[name] = row.checkpoint.step
     if sent:
-        _name_latest(bucket, folder, max(there | sent, key=lambda name: (there | sent)[name]))
+        steps = there | sent
+        _name_latest(bucket, folder, max(steps, key=steps.__getitem__))
     _remove_old(bucket, folder, keep)
     return sorted(sent.values())
 

@@ -80,13 +80,16 @@ def import_file(path: str | os.PathLike[str], *, gpus: int | None = None) -> Imp
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=str(file), hint=f"write {READABLE_FILES}") from None
     text = decode_utf8(data, str(file))
-    detect_engine(text, str(file))
-    return import_text(text, file.name, gpus=gpus)
+    return _read_config(detect_engine(text, str(file)), text, file.name, gpus)
 
 
 def import_text(text: str, name: str, *, gpus: int | None = None) -> ImportedConfig:
     """Read another engine's configuration as a recipe; errors call it `name`."""
-    match detect_engine(text, name):
+    return _read_config(detect_engine(text, name), text, name, gpus)
+
+
+def _read_config(engine: ForeignEngine, text: str, name: str, gpus: int | None) -> ImportedConfig:
+    match engine:
         case "nemo":
             from trainshed.engines.nemo.importing import read_bridge, read_nemo
 

@@ -257,17 +257,19 @@ while true; do
   [[ -n $interrupted ]] || break
 done"""
 
-# What ranks have started, such as a process that writes checkpoints, may outlive a rank that is killed. It keeps the
-# log's pipe open, and tee and this script would wait for ever. It has a minute to end by itself, as an upload may need,
-# or five seconds after a failure.
-_END = """\
+_CLOSE_LOG = """\
 if [[ -n $nccl ]]; then
   [[ $code == 0 || -n $requested ]] || grep -hF 'NCCL WARN' "$nccl"*.log 2>/dev/null | tail -n 20 >&"$log" || true
   rm -f "$nccl"*.log
 fi
 exec {log}>&-
 [[ -z $watch ]] || kill "$watch" 2>/dev/null || true
-rm -f "${TMPDIR:-/tmp}/trainshed-$$-"*.pipe
+rm -f "${TMPDIR:-/tmp}/trainshed-$$-"*.pipe"""
+
+# What ranks have started, such as a process that writes checkpoints, may outlive a rank that is killed. It keeps the
+# log's pipe open, and tee and this script would wait for ever. It has a minute to end by itself, as an upload may need,
+# or five seconds after a failure.
+_KILL_LEFTOVERS = """\
 tenths=$((code == 0 ? 600 : 50))
 while ((tenths--)) && kill -0 "$tee" 2>/dev/null; do
   sleep 0.1
@@ -402,7 +404,8 @@ def launcher_script(
 
 
 def _end_lines(launch: EngineLaunch, site: EngineSite) -> Iterator[str]:
-    yield _END
+    yield _CLOSE_LOG
+    yield _KILL_LEFTOVERS
     if launch.step_line is not None:
         yield _PLAIN_ERROR.format(step_line=shlex.quote(launch.step_line))
         if launch.last_checkpoint is not None:

@@ -12,7 +12,7 @@ from trainshed.data.text.formats import refused_file
 from trainshed.errors import InputError
 from trainshed.recipe import parse_recipe
 from trainshed.recipe.cluster.load import parse_cluster
-from trainshed.recipe.cluster.schema import CPU_MACHINE
+from trainshed.recipe.cluster.schema import CPU_MACHINE, is_shared_path
 from trainshed.recipe.schema import MAX_NAME_LENGTH
 from trainshed.recipe.yaml_io import dump_yaml
 
@@ -84,7 +84,7 @@ def starter_cluster(name: str, target: str, machine: str, store: str, nodes: int
         raise InputError(f"there is no target `{target}`", where="--target", hint=f"write one of {', '.join(TARGETS)}")
     if machine != CPU_MACHINE:
         find_machine(machine)
-    if "://" in store or (target != "local" and not store.startswith("/")):
+    if not is_shared_path(store, target):
         raise InputError(
             f"{store} is not a path that every node mounts",
             where="--store",

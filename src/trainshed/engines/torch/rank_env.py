@@ -98,7 +98,7 @@ class TrainJob:
         return same_batch and (span.recipe.data, span.rope_base) == (before.recipe.data, before.rope_base)
 
     def validates(self, validation_set: str, step: int) -> bool:
-        """Whether the loss on a validation set is measured after so many steps."""
+        """Whether the loss on a validation set is measured after step number `step`, counted from 1."""
         every = self.recipe.data.validations[validation_set].every
         return step % every == 0 or step == self.steps
 

@@ -25,8 +25,8 @@ from trainshed.launch.preflight.verdict import CheckResult
 from trainshed.launch.target import target_of
 from trainshed.observe.notify import Recipient, send, trial_message
 from trainshed.recipe import Cluster, SecretReference
+from trainshed.recipe.cluster.schema import is_shared_path
 from trainshed.recipe.notify import Notification, WebhookSecret
-from trainshed.storage import parse
 from trainshed.this_machine import ON_WINDOWS, not_on_windows
 
 # An extra, a module that only it installs, and what cannot be done without it.
@@ -172,8 +172,7 @@ def _check_store(cluster: Cluster) -> CheckResult:
         hint = f"{cluster.where('store')}: write store: /data, a path that every node mounts"
         return CheckResult("store", "fail", "no store is named, and the nodes share no folder with this machine", hint)
     root = cluster.store_root
-    # As `workflow/runnable.py` refuses it.
-    if parse(root).scheme != "file" or (cluster.target != "local" and not root.startswith("/")):
+    if not is_shared_path(root, cluster.target):
         hint = f"{cluster.where('store')}: write a path on a shared disk; `checkpoint.to` may be a bucket"
         return CheckResult("store", "fail", f"{root} is not a path that every node mounts", hint)
     if cluster.target != "kubernetes":

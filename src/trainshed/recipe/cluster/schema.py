@@ -354,6 +354,11 @@ EnvironmentName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
 ShellLine = Annotated[str, Field(pattern=LINE_PATTERN)]
 
 
+def is_shared_path(address: str, target: str) -> bool:
+    """Whether a store is a path that all nodes of a target can have: not a bucket, and absolute except on `local`."""
+    return "://" not in address and (target == "local" or address.startswith("/"))
+
+
 def number_as_text(value: Any) -> Any:
     """Let a number stand for its digits: variables are text, and `X: 1` is how people write one."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value

@@ -23,8 +23,8 @@ _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})")
 _WHOLE = re.compile(r"[+-]?\d+")
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
 _DIGITS = 3
-_DRAWS_PER_POINT = 100
 """Significant digits of a drawn value: more would make longer names and not a better search."""
+_DRAWS_PER_POINT = 100
 MOST_POINTS = 10_000
 """A larger grid is most likely a typing error."""
 NOT_SWEPT = ("name", "store", "cluster.store", "cluster.name", "cluster.target")
